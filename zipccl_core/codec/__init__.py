@@ -1,0 +1,1 @@
+"""What a tensor becomes on the wire."""

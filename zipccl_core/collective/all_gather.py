@@ -1,0 +1,37 @@
+"""All-gather: every rank's frames go to every other rank. Bits as natively."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zipccl_core.collective.base import Collective, exchange, others
+from zipccl_core.strategy.base import Operation, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zipccl_core.codec.frame import Frame
+    from zipccl_core.collective.wire import Wire
+
+
+class AllGather(Collective):
+    """Encodes once, sends to all. The input may be this rank's own output."""
+
+    operation = Operation.ALL_GATHER
+
+    def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
+        """One input; one output a rank, of as many values as that rank's input. Ranks may contribute different numbers."""
+        (values,) = inputs
+        own = outputs[wire.rank]
+        if own.data_ptr() != values.data_ptr():
+            own.copy_(values)
+        wire.count(self_nbytes=values.numel() * values.element_size())
+
+        def deliver(first: int, frames: dict[int, Frame]) -> None:
+            for peer, frame in frames.items():
+                wire.decode(frame, outputs[peer][first : first + frame.numel])
+
+        peers = others(wire)
+        incoming = {peer: outputs[peer].numel() for peer in peers}
+        exchange(wire, plan.chunk_numel, [(peers, values)], incoming, values.dtype, deliver)

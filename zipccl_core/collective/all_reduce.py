@@ -1,0 +1,48 @@
+"""All-reduce: reduce-scatter, then all-gather, both of frames. Equal bits on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zipccl_core.codec.reduction import Reduction
+from zipccl_core.collective.all_gather import AllGather
+from zipccl_core.collective.base import Collective
+from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
+from zipccl_core.strategy.base import Operation, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zipccl_core.collective.wire import Wire
+
+BLOCK = 1024
+"""Parts are whole multiples of this many values, so that no part but the last ends inside a codec's block."""
+
+
+class AllReduce(Collective):
+    """Each rank reduces one part of the tensor and gathers the others'. The output may be the input.
+
+    Args:
+        order: `fp32` or `gloo`.
+        average: divide by the number of ranks.
+        threads: for the reduction.
+    """
+
+    operation = Operation.ALL_REDUCE
+
+    def __init__(self, order: str, average: bool, threads: int) -> None:
+        self.order, self.average, self.threads = order, average, threads
+
+    def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
+        """One output and one input of the same numel."""
+        (output,), (values,) = outputs, inputs
+        numel = values.numel()
+        part_numel = -(-numel // (wire.world_size * BLOCK)) * BLOCK
+        bounds = [min(rank * part_numel, numel) for rank in range(wire.world_size + 1)]
+        parts = [values[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+        results = [output[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+        reduction = Reduction(self.order, self.average, numel, bounds[wire.rank], self.threads)
+        AllToAllReduceScatter(reduction).run([results[wire.rank]], parts, wire, plan)
+        wire.call += 1
+        AllGather().run(results, [results[wire.rank]], wire, plan)

@@ -1,0 +1,66 @@
+"""Broadcast: the source's frames go down a binomial tree as they are; only the source encodes. Bits as natively."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zipccl_core.collective.base import DEPTH, Collective
+from zipccl_core.collective.wire import Arriving, static_tag
+from zipccl_core.strategy.base import Operation, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zipccl_core.collective.wire import Wire
+
+
+class TreeBroadcast(Collective):
+    """log2(world size) steps; every rank passes a frame on before it decodes it.
+
+    Args:
+        source: the rank in the group whose values all get.
+    """
+
+    operation = Operation.BROADCAST
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+
+    def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
+        """One tensor, input at the source and output elsewhere."""
+        (values,) = outputs
+        parent, children = tree(wire.rank, self.source, wire.world_size)
+        starts = range(0, values.numel(), plan.chunk_numel)
+        parts = [values[first : first + plan.chunk_numel] for first in starts]
+
+        def post(chunk: int) -> Arriving:
+            return wire.expect(parts[chunk].numel(), values.dtype, parent, static_tag(wire.call, chunk))
+
+        arriving = [post(chunk) for chunk in range(min(DEPTH, len(parts)))] if parent is not None else []
+        for chunk, part in enumerate(parts):
+            wire.settle(before_chunk=chunk - DEPTH + 1)
+            tag = static_tag(wire.call, chunk)
+            if parent is None:
+                wire.send(wire.encode(part), children, tag, chunk=chunk)
+                continue
+            arriving[chunk].static_arrived()
+            frame = arriving[chunk].arrived()
+            if chunk + DEPTH < len(parts):
+                arriving.append(post(chunk + DEPTH))
+            wire.send(frame, children, tag, chunk=chunk)
+            wire.decode(frame, part)
+        wire.settle()
+
+
+def tree(rank: int, source: int, world_size: int) -> tuple[int | None, list[int]]:
+    """Parent (None at the source) and children of a rank in the binomial tree, those with the largest subtrees first."""
+    position = (rank - source) % world_size
+    lowest = position & -position if position else 1 << (world_size - 1).bit_length()
+    parent = None if position == 0 else (position - lowest + source) % world_size
+    children, step = [], lowest >> 1
+    while step:
+        if position + step < world_size:
+            children.append((position + step + source) % world_size)
+        step >>= 1
+    return parent, children

@@ -1,0 +1,365 @@
+"""Communicator: strategy, collective, codec and statistics for one group. Every adapter calls it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zipccl_core.codec.reduction import Reduction
+from zipccl_core.collective.all_gather import AllGather
+from zipccl_core.collective.all_reduce import AllReduce
+from zipccl_core.collective.all_to_all import AllToAll
+from zipccl_core.collective.base import Collective
+from zipccl_core.collective.broadcast import TreeBroadcast
+from zipccl_core.collective.point_to_point import Recv, Send
+from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
+from zipccl_core.collective.transport import ProcessGroupTransport
+from zipccl_core.collective.wire import Scratch, Wire
+from zipccl_core.collective.work import LazyWork, Worker
+from zipccl_core.config import ZipCCLConfig
+from zipccl_core.errors import ZipCCLError
+from zipccl_core.observe.statistics import Statistics
+from zipccl_core.strategy.base import Operation, Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, Work
+
+    from zipccl_core.collective.transport import Transport
+
+logger = logging.getLogger("zipccl")
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+Native = Callable[[], Any]
+
+
+class Communicator:
+    """Collectives of one group, by torch.distributed's names, carried compressed where the configuration says so.
+
+    Ranks (`src`, `dst`) are ranks in the group. Every call returns a `Work` with `async_op=True`, else None once its output is there. What has no
+    compressed path (another dtype, a GPU tensor, a reduction other than SUM and AVG, a group of one) or is not chosen goes to `native`.
+
+    Args:
+        group: the torch group whose native operations and point-to-point messages are used.
+        config: a configuration or a mapping of its keys; by default what the environment says.
+        transport: moves the bytes; by default over the group's point-to-point operations.
+        name: for messages.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        config: ZipCCLConfig | Mapping[str, Any] | None = None,
+        *,
+        transport: Transport | None = None,
+        name: str = "",
+    ) -> None:
+        self.group = group
+        self.name = name or str(getattr(group, "group_name", "") or "default")
+        self.transport = transport or ProcessGroupTransport(group, self.name)
+        self.rank, self.world_size = self.transport.rank, self.transport.world_size
+        self._statistics = Statistics()
+        self._scratch = Scratch()
+        self._worker = Worker(f"zipccl-{self.name}")
+        self._call_numbers = itertools.count(step=2)  # an all-reduce uses two
+        self._sequence = 0
+        self._messages: list[LazyWork] = []
+        self._told_about_device = False
+        self.configure(ZipCCLConfig.of(config))
+
+    def configure(self, config: ZipCCLConfig) -> None:
+        """Changes the configuration; all ranks must do so between the same two calls."""
+        self.config = config
+        self._plans: dict[tuple[Operation, torch.dtype, int | None], Plan] = {}
+
+    def stats(self) -> Statistics:
+        """The counters of this group so far."""
+        return self._statistics
+
+    def close(self) -> None:
+        """Ends the worker thread after the calls under way."""
+        self._worker.stop()
+
+    # ------------------------------------------------------------------ gathers
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor, async_op: bool = False, native: Native | None = None) -> Work | None:
+        """Gathers `input`, shape (n, ...), of all ranks into `output`, of world_size times its values. The input may be this rank's part of the output."""
+        native = native or partial(dist.all_gather_into_tensor, output, input, group=self.group, async_op=async_op)
+        plan = self._plan(Operation.ALL_GATHER, input, input.numel())
+        if plan is None:
+            return self._native(Operation.ALL_GATHER, native, input)
+        _same_numel("all_gather_into_tensor: output", output.numel(), "world size times input", self.world_size * input.numel())
+        return self._run(AllGather(), plan, [output], [input], async_op, out_sizes=[input.numel()] * self.world_size, in_place=(self.rank, 0))
+
+    def all_gather(self, output_list: Sequence[Tensor], input: Tensor, async_op: bool = False, native: Native | None = None) -> Work | None:
+        """Gathers the input of rank `r` into `output_list[r]`. Ranks may contribute different sizes."""
+        native = native or partial(dist.all_gather, output_list, input, group=self.group, async_op=async_op)
+        plan = self._plan(Operation.ALL_GATHER, input, max((output.numel() for output in output_list), default=0))
+        if plan is None:
+            return self._native(Operation.ALL_GATHER, native, input)
+        _same_numel("all_gather: output list", len(output_list), "world size", self.world_size)
+        _same_numel("all_gather: own output", output_list[self.rank].numel(), "input", input.numel())
+        return self._run(AllGather(), plan, output_list, [input], async_op, in_place=(self.rank, 0))
+
+    # ------------------------------------------------------------------ all-to-all
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+        native: Native | None = None,
+    ) -> Work | None:
+        """Sends the r-th part of `input` (along its first dimension) to rank r. Splits may be uneven and zero.
+
+        Either all ranks pass split sizes or none does: without them the size of the call is a fact that all ranks share and a strategy may use.
+        """
+        native = native or partial(dist.all_to_all_single, output, input, output_split_sizes, input_split_sizes, self.group, async_op)
+        even = not output_split_sizes and not input_split_sizes
+        plan = self._plan(Operation.ALL_TO_ALL, input, input.numel() if even else None)
+        if plan is None:
+            return self._native(Operation.ALL_TO_ALL, native, input)
+        out_sizes, in_sizes = self._split(output, output_split_sizes, "output"), self._split(input, input_split_sizes, "input")
+        return self._run(AllToAll(), plan, [output], [input], async_op, out_sizes=out_sizes, in_sizes=in_sizes)
+
+    def all_to_all(
+        self, output_list: Sequence[Tensor], input_list: Sequence[Tensor], async_op: bool = False, native: Native | None = None
+    ) -> Work | None:
+        """Sends `input_list[r]` to rank r, which receives it in its `output_list[rank]`."""
+        native = native or partial(dist.all_to_all, output_list, input_list, group=self.group, async_op=async_op)
+        plan = self._plan(Operation.ALL_TO_ALL, input_list[0], None)
+        if plan is None:
+            return self._native(Operation.ALL_TO_ALL, native, *input_list)
+        _same_numel("all_to_all: input list", len(input_list), "world size", self.world_size)
+        _same_numel("all_to_all: output list", len(output_list), "world size", self.world_size)
+        return self._run(AllToAll(), plan, output_list, input_list, async_op)
+
+    # ------------------------------------------------------------------ reductions
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None
+    ) -> Work | None:
+        """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The output may be that part of the input."""
+        native = native or partial(dist.reduce_scatter_tensor, output, input, op=op, group=self.group, async_op=async_op)
+        plan = self._plan(Operation.REDUCE_SCATTER, input, input.numel(), op)
+        if plan is None:
+            return self._native(Operation.REDUCE_SCATTER, native, input)
+        _same_numel("reduce_scatter_tensor: input", input.numel(), "world size times output", self.world_size * output.numel())
+        reduction = Reduction(plan.reduction, op == AVG, input.numel(), self.rank * output.numel(), _threads(plan))
+        in_sizes = [output.numel()] * self.world_size
+        return self._run(AllToAllReduceScatter(reduction), plan, [output], [input], async_op, in_sizes=in_sizes, in_place=(0, self.rank))
+
+    def reduce_scatter(
+        self, output: Tensor, input_list: Sequence[Tensor], op: Any = SUM, async_op: bool = False, native: Native | None = None
+    ) -> Work | None:
+        """Reduces `input_list[r]` of all ranks into rank r's `output`."""
+        native = native or partial(dist.reduce_scatter, output, input_list, op=op, group=self.group, async_op=async_op)
+        plan = self._plan(Operation.REDUCE_SCATTER, input_list[0], sum(part.numel() for part in input_list), op)
+        if plan is None:
+            return self._native(Operation.REDUCE_SCATTER, native, *input_list)
+        _same_numel("reduce_scatter: input list", len(input_list), "world size", self.world_size)
+        _same_numel("reduce_scatter: own input", input_list[self.rank].numel(), "output", output.numel())
+        # gloo reduces each member of the list by a ring of its own
+        reduction = Reduction(plan.reduction, op == AVG, output.numel(), 0, _threads(plan))
+        return self._run(AllToAllReduceScatter(reduction), plan, [output], input_list, async_op, in_place=(0, self.rank))
+
+    def all_reduce(self, tensor: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None) -> Work | None:
+        """Reduces `tensor` in place; all ranks end with equal bits."""
+        native = native or partial(dist.all_reduce, tensor, op=op, group=self.group, async_op=async_op)
+        plan = self._plan(Operation.ALL_REDUCE, tensor, tensor.numel(), op)
+        if plan is None:
+            return self._native(Operation.ALL_REDUCE, native, tensor)
+        collective = AllReduce(plan.reduction, op == AVG, _threads(plan))
+        return self._run(collective, plan, [tensor], [tensor], async_op, in_place=(0, 0))
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False, native: Native | None = None
+    ) -> Work | None:
+        """Reduces several tensors in place, as one flat tensor, which is what gloo does."""
+        native = native or partial(dist.all_reduce_coalesced, tensors, op=op, group=self.group, async_op=async_op)
+        plan = None
+        if len({tensor.dtype for tensor in tensors}) == 1:
+            plan = self._plan(Operation.ALL_REDUCE, tensors[0], sum(tensor.numel() for tensor in tensors), op)
+        if plan is None:
+            return self._native(Operation.ALL_REDUCE, native, *tensors)
+        collective = _Flattened(AllReduce(plan.reduction, op == AVG, _threads(plan)))
+        return self._run(collective, plan, tensors, tensors, async_op, in_place=None)
+
+    # ------------------------------------------------------------------ broadcast and point to point
+
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, native: Native | None = None) -> Work | None:
+        """Copies `tensor` of rank `src` of the group to all."""
+        native = native or partial(dist.broadcast, tensor, group=self.group, async_op=async_op, group_src=src)
+        plan = self._plan(Operation.BROADCAST, tensor, tensor.numel())
+        if plan is None:
+            return self._native(Operation.BROADCAST, native, tensor)
+        return self._run(TreeBroadcast(src), plan, [tensor], [], async_op)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0, native: Native | None = None) -> Work | None:
+        """Sends `tensor` to rank `dst` of the group. The receiver needs the same dtype and numel."""
+        native = native or partial(dist.isend, tensor, group=self.group, tag=tag, group_dst=dst)
+        plan = self._plan(Operation.SEND_RECV, tensor, tensor.numel())
+        if plan is None or not tensor.numel():
+            return self._native(Operation.SEND_RECV, native, tensor)
+        with torch.no_grad():
+            send = Send(tensor.reshape(-1), dst, tag, self._wire(Operation.SEND_RECV, plan), plan, self._sequence)
+        self._sequence += -(-tensor.numel() // plan.chunk_numel)
+        return self._keep(LazyWork([tensor], send.finish, send.is_completed, lambda: None))
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, native: Native | None = None) -> Work | None:
+        """Receives `tensor` from rank `src` of the group, or from any."""
+        native = native or partial(dist.irecv, tensor, group=self.group, tag=tag, group_src=src)
+        plan = self._plan(Operation.SEND_RECV, tensor, tensor.numel())
+        if plan is None or not tensor.numel():
+            return self._native(Operation.SEND_RECV, native, tensor)
+        flat = tensor.view(-1) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=tensor.dtype)
+        recv = Recv(flat, src, tag, self._wire(Operation.SEND_RECV, plan), plan)
+
+        def finish() -> None:
+            with torch.no_grad():
+                recv.finish()
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat.view(tensor.shape))
+
+        return self._keep(LazyWork([tensor], finish, recv.is_completed, lambda: recv.source))
+
+    def _keep(self, work: LazyWork) -> LazyWork:
+        """Keeps a message's memory alive until it has left or arrived, even where the caller drops the work."""
+        self._messages = [message for message in self._messages if not message.has_ended()]
+        self._messages.append(work)
+        return work
+
+    # ------------------------------------------------------------------ the way of every call
+
+    def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
+        """The plan of a compressed call, or None for a native one. Everything that it looks at is equal on all ranks."""
+        if self.world_size == 1 or not self.config.enabled or not (op == SUM or op == AVG):
+            return None
+        if tensor.device.type != "cpu":
+            if not self._told_about_device and self.config.codec.supports(tensor.dtype):
+                self._told_about_device = True
+                logger.warning("zipccl: group %r: tensors on %s are sent natively; only CPU tensors are compressed so far", self.name, tensor.device.type)
+            return None
+        key = (operation, tensor.dtype, numel)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self.config.plan(operation, tensor.dtype, numel, self.world_size)
+        return plan if plan.codec is not None else None
+
+    def _native(self, operation: Operation, native: Native, *tensors: Tensor) -> Work | None:
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self._statistics.add(operation, calls=1, native_calls=1, native_nbytes=nbytes)
+        work: Work | None = native()
+        return work
+
+    def _wire(self, operation: Operation, plan: Plan) -> Wire:
+        assert plan.codec is not None
+        self._statistics.add(operation, calls=1)
+        return Wire(self.transport, self._scratch, self._statistics, operation, plan.codec, next(self._call_numbers))
+
+    def _run(
+        self,
+        collective: Collective,
+        plan: Plan,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        async_op: bool,
+        *,
+        out_sizes: list[int] | None = None,
+        in_sizes: list[int] | None = None,
+        in_place: tuple[int, int] | None = None,
+    ) -> Work | None:
+        """Carries a compressed call out, here or on the worker.
+
+        Sizes cut a single output or input into one part a rank. `in_place` is the pair of an output and an input part that may be the same memory; where they
+        overlap otherwise, the output is built beside and copied, so that the whole input has been read before.
+        """
+        wire = self._wire(collective.operation, plan)
+
+        def call() -> None:
+            try:
+                flat_inputs = [tensor.reshape(-1) for tensor in inputs]
+                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else _empty_flat(tensor) for tensor in outputs]
+                parts_in = list(flat_inputs[0].split(in_sizes)) if in_sizes else flat_inputs
+                parts_out = list(flat_outputs[0].split(out_sizes)) if out_sizes else flat_outputs
+                if _collides(parts_out, parts_in, in_place):
+                    flat_outputs = [_empty_flat(tensor) for tensor in outputs]
+                    parts_out = list(flat_outputs[0].split(out_sizes)) if out_sizes else flat_outputs
+                collective.run(parts_out, parts_in, wire, plan)
+                for tensor, flat in zip(outputs, flat_outputs, strict=True):
+                    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+                        tensor.copy_(flat.view(tensor.shape))
+            except ZipCCLError as error:
+                raise type(error)(f"{collective.operation} on rank {self.rank} of group {self.name!r}: {error}") from error
+            finally:
+                wire.close()
+
+        if async_op:
+            return self._worker.submit(call, list(outputs))
+        self._worker.run(call)
+        return None
+
+    def _split(self, tensor: Tensor, sizes: Sequence[int] | None, what: str) -> list[int]:
+        """Numel of each rank's part of a tensor that is cut along its first dimension."""
+        if not sizes:
+            if tensor.numel() and tensor.size(0) % self.world_size:
+                raise ValueError(f"all_to_all_single: {what} has {tensor.size(0)} rows, not a multiple of the world size {self.world_size}")
+            return [tensor.numel() // self.world_size] * self.world_size
+        _same_numel(f"all_to_all_single: {what} split sizes", len(sizes), "world size", self.world_size)
+        rows = tensor.size(0) if tensor.dim() else 1
+        _same_numel(f"all_to_all_single: sum of {what} split sizes", sum(sizes), f"rows of {what}", rows)
+        row_numel = tensor.numel() // rows if rows else 0
+        return [size * row_numel for size in sizes]
+
+
+class _Flattened(Collective):
+    """A collective on several tensors as if they were one."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+
+    @property
+    def operation(self) -> Operation:  # type: ignore[override]
+        return self._collective.operation
+
+    def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
+        flat = torch.cat(list(inputs))
+        self._collective.run([flat], [flat], wire, plan)
+        for output, values in zip(outputs, flat.split([tensor.numel() for tensor in inputs]), strict=True):
+            output.copy_(values)
+
+
+def _threads(plan: Plan) -> int:
+    return getattr(plan.codec, "threads", None) or torch.get_num_threads()
+
+
+def _empty_flat(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _same_numel(what: str, came: int, wanted_what: str, wanted: int) -> None:
+    if came != wanted:
+        raise ValueError(f"{what} has size {came}, but {wanted_what} is {wanted}")
+
+
+def _collides(outputs: Sequence[Tensor], inputs: Sequence[Tensor], in_place: tuple[int, int] | None) -> bool:
+    """Whether an output shares memory with an input, other than the pair that may be the same."""
+
+    def span(tensor: Tensor) -> tuple[int, int]:
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+    out_spans, in_spans = [span(tensor) for tensor in outputs], [span(tensor) for tensor in inputs]
+    for i, (out_begin, out_end) in enumerate(out_spans):
+        for j, (in_begin, in_end) in enumerate(in_spans):
+            same = (i, j) == in_place and (out_begin, out_end) == (in_begin, in_end)
+            if out_begin < in_end and in_begin < out_end and not same:
+                return True
+    return False

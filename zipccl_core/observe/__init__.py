@@ -1,0 +1,1 @@
+"""What ZipCCL did: counters and tables."""

@@ -1,0 +1,89 @@
+"""The interface `Strategy`, and what it decides from (`Call`) and on (`Plan`)."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from zipccl_core.codec.base import Codec
+from zipccl_core.registry import Registry
+
+
+class Operation(str, Enum):
+    """The operations that have a compressed path, by the names that configuration and statistics use."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    SEND_RECV = "send_recv"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Plan(NamedTuple):
+    """How one call is carried out.
+
+    Attributes:
+        codec: what its frames are; None sends the tensors natively.
+        chunk_numel: values in a frame; successive frames overlap encoding, wire and decoding.
+        reduction: order of additions: `fp32` or `gloo`.
+    """
+
+    codec: Codec | None
+    chunk_numel: int = 1 << 21
+    reduction: str = "fp32"
+
+
+NATIVE = Plan(None)
+
+
+class Call(NamedTuple):
+    """The facts of one call that are equal on every rank of its group, and nothing else.
+
+    Attributes:
+        operation: which collective.
+        dtype: of the tensors.
+        numel: values that one rank contributes (its input); None where ranks may contribute differently (uneven all-to-all).
+        world_size: of the group.
+        compressed: the plan that the configuration gives for a compressed call of this operation.
+    """
+
+    operation: Operation
+    dtype: torch.dtype
+    numel: int | None
+    world_size: int
+    compressed: Plan
+
+
+class Strategy(BaseModel, ABC):
+    """Chooses a plan for a call.
+
+    `choose` must be a pure function of the call: two ranks that choose differently hang the job, so nothing local may enter (no timing, no
+    exception, no value of a tensor). A subclass gives its `id` as a `Literal` field with a default; defining it registers it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Registers the subclass under its id."""
+        super().__pydantic_init_subclass__(**kwargs)
+        if not inspect.isabstract(cls):
+            strategies.register(cls.model_fields["id"].default, cls)
+
+    @abstractmethod
+    def choose(self, call: Call) -> Plan:
+        """`call.compressed`, a variation of it, or `NATIVE`."""
+
+
+strategies: Registry[Strategy] = Registry("strategy", "zipccl.strategies")
