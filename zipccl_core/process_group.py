@@ -1,0 +1,266 @@
+"""The torch.distributed backend `zipccl`: a ProcessGroup over a Communicator and inner gloo and NCCL groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from zipccl_core.collective.work import JoinedWork, completed_work
+from zipccl_core.communicator import Communicator
+from zipccl_core.config import ZipCCLConfig
+from zipccl_core.observe.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import Store, Work
+
+logger = logging.getLogger("zipccl")
+
+GLOO, NCCL = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class ZipCCLProcessGroup(dist.ProcessGroup):
+    """A group whose collectives go through a `Communicator`; what that leaves native goes to the inner group.
+
+    Every operation that torch calls by its C++ interface is overridden, even where it is only handed on: one that is not would run in C++ with the GIL held, and
+    deadlock against gloo's thread. For the same reason nothing calls `super()`. Operations have two names, of before and of since torch 2.13; both are here.
+
+    Args:
+        store: for the inner groups' rendezvous.
+        rank, size: of this process, of the group.
+        timeout: of the inner groups' operations.
+        config: by default what the environment says.
+        name: of the group, for messages.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, config: ZipCCLConfig | None = None, name: str = "") -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._plain = dist.ProcessGroup(store, rank, size)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        gloo._set_sequence_number_for_group()
+        self._add_backend(CPU, GLOO, gloo)
+        default = GLOO
+        if dist.is_nccl_available() and torch.cuda.is_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._add_backend(CUDA, NCCL, dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options))
+            default = NCCL
+        for group in (self._plain, self):
+            group._set_default_backend(default)
+        self._coalescing: list[Work] | None = None
+        self.communicator = Communicator(self._plain, config, name=name)
+
+    def _add_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
+        # on this group too: functional collectives ask it for its backend
+        for group in (self._plain, self):
+            group._register_backend(device, kind, backend)
+
+    def stats(self) -> Statistics:
+        """The counters of this group so far."""
+        return self.communicator.stats()
+
+    # ------------------------------------------------------------------ what has a compressed path
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        opts = opts or c10d.AllgatherOptions()
+        return self._work(
+            [output],
+            self.communicator.all_gather_into_tensor(
+                output, input, opts.asyncOp, native=lambda: self._plain._allgather_base(output, input, opts)
+            ),
+        )
+
+    def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllgatherOptions()
+        return self._work(
+            output_lists[0],
+            self.communicator.all_gather(
+                output_lists[0], inputs[0], opts.asyncOp, native=lambda: self._plain.allgather(output_lists, inputs, opts)
+            ),
+        )
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._joined(self.all_gather_single, zip(outputs, inputs, strict=True), opts or c10d.AllgatherOptions(), outputs)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        opts = opts or c10d.ReduceScatterOptions()
+        return self._work(
+            [output],
+            self.communicator.reduce_scatter_tensor(
+                output, input, opts.reduceOp, opts.asyncOp, native=lambda: self._plain._reduce_scatter_base(output, input, opts)
+            ),
+        )
+
+    def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None) -> Work:
+        opts = opts or c10d.ReduceScatterOptions()
+        return self._work(
+            outputs,
+            self.communicator.reduce_scatter(
+                outputs[0], input_lists[0], opts.reduceOp, opts.asyncOp, native=lambda: self._plain.reduce_scatter(outputs, input_lists, opts)
+            ),
+        )
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        return self._joined(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts or c10d.ReduceScatterOptions(), outputs)
+
+    def all_to_all_single(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Work:
+        opts = opts or c10d.AllToAllOptions()
+        return self._work(
+            [output],
+            self.communicator.all_to_all_single(
+                output,
+                input,
+                output_splits,
+                input_splits,
+                opts.asyncOp,
+                native=lambda: self._plain.alltoall_base(output, input, output_splits, input_splits, opts),
+            ),
+        )
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllToAllOptions()
+        return self._work(
+            outputs,
+            self.communicator.all_to_all(outputs, inputs, opts.asyncOp, native=lambda: self._plain.alltoall(outputs, inputs, opts)),
+        )
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllreduceOptions()
+        return self._work(
+            tensors,
+            self.communicator.all_reduce(
+                tensors[0], opts.reduceOp, opts.asyncOp, native=lambda: self._plain.allreduce(tensors, opts)
+            ),
+        )
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        return self._work(
+            tensors,
+            self.communicator.all_reduce_coalesced(
+                tensors, opts.reduceOp, opts.asyncOp, native=lambda: self._plain.allreduce_coalesced(tensors, opts)
+            ),
+        )
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.BroadcastOptions()
+        return self._work(
+            tensors,
+            self.communicator.broadcast(tensors[0], opts.rootRank, opts.asyncOp, native=lambda: self._plain.broadcast(tensors, opts)),
+        )
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        return self._work(tensors, self.communicator.isend(tensors[0], dst, tag, native=lambda: self._plain.send(tensors, dst, tag)))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        return self._work(tensors, self.communicator.irecv(tensors[0], src, tag, native=lambda: self._plain.recv(tensors, src, tag)))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        native = lambda: self._plain.recv_anysource(tensors, tag)  # noqa: E731
+        return self._work(tensors, self.communicator.irecv(tensors[0], None, tag, native=native))
+
+    # the names of before torch 2.13
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ------------------------------------------------------------------ what is native always
+
+    def allgather_coalesced(self, *args: Any) -> Work:
+        return self._plain.allgather_coalesced(*args)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Work:
+        return self._plain.barrier(*args, **kwargs)
+
+    def gather(self, *args: Any) -> Work:
+        return self._plain.gather(*args)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._plain.monitored_barrier(*args, **kwargs)
+
+    def reduce(self, *args: Any) -> Work:
+        return self._plain.reduce(*args)
+
+    def scatter(self, *args: Any) -> Work:
+        return self._plain.scatter(*args)
+
+    # ------------------------------------------------------------------ coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collects the works up to `_end_coalescing`. Exchanges of frames must not run inside of an NCCL group, so none is opened."""
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        return JoinedWork(works, [])
+
+    def _joined(self, operation: Callable[..., Work], calls: Any, opts: Any, result: list[Tensor]) -> Work:
+        works = [operation(*call, opts) for call in calls]
+        return works[0] if len(works) == 1 else JoinedWork(works, result)
+
+    def _work(self, result: Sequence[Tensor], work: Work | None) -> Work:
+        work = work if work is not None else completed_work(list(result))
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    # ------------------------------------------------------------------ what a group is asked
+
+    def getBackendName(self) -> str:  # noqa: N802 - C++'s names, here and below
+        return "zipccl"
+
+    def name(self) -> str:
+        return "zipccl"
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.communicator.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.communicator.world_size
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._group_name_text = name
+        self.communicator.name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._group_name_text
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._group_desc_text = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._group_desc_text
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def shutdown(self) -> None:
+        self.communicator.close()
+        self._plain.shutdown()
+
+    def abort(self) -> None:
+        self._plain.abort()
+
+
+def create(options: Any, backend_options: Any) -> ZipCCLProcessGroup:
+    """What torch.distributed calls for `init_process_group("zipccl")` and `new_group`.
+
+    The configuration is `pg_options` where that is a ZipCCLConfig or a mapping of its keys; else, for a group made later, the default group's; else
+    what the environment says.
+    """
+    config = None
+    if isinstance(backend_options, (ZipCCLConfig, dict)):
+        config = ZipCCLConfig.of(backend_options)
+    elif isinstance(dist.group.WORLD, ZipCCLProcessGroup):
+        config = dist.group.WORLD.communicator.config
+    return ZipCCLProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, config, name=options.group_id)

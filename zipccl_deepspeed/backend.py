@@ -1,0 +1,244 @@
+"""The comm backend: DeepSpeed's own TorchBackend, whose collectives go through a Communicator a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from zipccl_core import Communicator, ConfigError, Statistics, ZipCCLConfig, ZipCCLProcessGroup
+from zipccl_core.collective.work import JoinedWork
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUM = dist.ReduceOp.SUM
+
+
+class Communicators:
+    """The communicators of this process under deepspeed.comm, one a torch group, all with the configuration of the `"zipccl"` section."""
+
+    def __init__(self) -> None:
+        self.config: ZipCCLConfig | None = None
+        self._by_group: dict[Any, Communicator] = {}
+
+    def configure(self, config: ZipCCLConfig) -> None:
+        """Takes the section of an engine.
+
+        Raises:
+            ConfigError: another engine of this process has a different one; they share deepspeed.comm, so they must agree.
+        """
+        if self.config is not None and self.config != config:
+            raise ConfigError(
+                "two engines in one process have different 'zipccl' sections, but share deepspeed.comm; give both the same.\n"
+                f"first: {self.config.model_dump_json()}\nsecond: {config.model_dump_json()}"
+            )
+        self.config = config
+
+    def of(self, group: Any) -> Communicator | None:
+        """The communicator of a group; None where calls are DeepSpeed's own: no section, a group that this rank is not in, or a group of one."""
+        if self.config is None or not self.config.enabled:
+            return None
+        group = dist.group.WORLD if group is None else group
+        communicator = self._by_group.get(group)
+        if communicator is None:
+            if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+                return None
+            communicator = self._add(group)
+        # a zipccl group compresses by itself; its communicator is here for its configuration and counters only
+        return None if isinstance(group, ZipCCLProcessGroup) else communicator
+
+    def _add(self, group: Any) -> Communicator:
+        assert self.config is not None
+        alive = c10d._world.pg_map
+        for destroyed in [known for known in self._by_group if known not in alive]:
+            self._by_group.pop(destroyed).close()
+        if isinstance(group, ZipCCLProcessGroup):
+            communicator = group.communicator
+            communicator.configure(self.config)
+        else:
+            communicator = Communicator(group, self.config)
+        self._by_group[group] = communicator
+        return communicator
+
+    def forget(self, group: Any = None) -> None:
+        """Ends the communicators of a group, or of all, and then the configuration too."""
+        groups = list(self._by_group) if group is None else [group]
+        for known in groups:
+            communicator = self._by_group.pop(known, None)
+            if communicator is not None:
+                communicator.close()
+        if group is None:
+            self.config = None
+
+    def stats(self) -> Statistics:
+        """The counters of all groups, added up."""
+        return Statistics.sum(communicator.stats() for communicator in self._by_group.values())
+
+
+COMMUNICATORS = Communicators()
+
+
+def stats() -> Statistics:
+    """What deepspeed.comm sent compressed in this process so far: counters, `.table()`, and `.flat()` for a monitor."""
+    return COMMUNICATORS.stats()
+
+
+class ZipCCLBackendMixin:
+    """Overrides of a DeepSpeed comm backend. Ranks in arguments are global ranks. What has no compressed path is the base's, as if this class were not there."""
+
+    def stats(self) -> Statistics:
+        """Same as `zipccl_deepspeed.stats()`."""
+        return stats()
+
+    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().all_gather_into_tensor  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(output_tensor, input_tensor, group, async_op)
+        return communicator.all_gather_into_tensor(
+            output_tensor, input_tensor, async_op, native=lambda: native(output_tensor, input_tensor, group, async_op)
+        )
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().all_gather  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(tensor_list, tensor, group, async_op)
+        return communicator.all_gather(tensor_list, tensor, async_op, native=lambda: native(tensor_list, tensor, group, async_op))
+
+    def all_gather_coalesced(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's on a GPU; on a CPU, one all-gather after another."""
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None or any(tensor.device.type != "cpu" for tensor in input_tensors):
+            return super().all_gather_coalesced(output_tensors, input_tensors, group, async_op)  # type: ignore[misc]
+        pairs = zip(output_tensors, input_tensors, strict=True)
+        works = [self.all_gather_into_tensor(output, input, group, async_op) for output, input in pairs]
+        return JoinedWork(works, list(output_tensors)) if async_op else None
+
+    def reduce_scatter_tensor(self, output_tensor: Tensor, input_tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().reduce_scatter_tensor  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(output_tensor, input_tensor, op, group, async_op)
+        return communicator.reduce_scatter_tensor(
+            output_tensor,
+            input_tensor,
+            self._reduce_op(op),
+            async_op,
+            native=lambda: native(output_tensor, input_tensor, op, group, async_op),
+        )
+
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().reduce_scatter  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(output, input_list, op, group, async_op)
+        return communicator.reduce_scatter(
+            output, input_list, self._reduce_op(op), async_op, native=lambda: native(output, input_list, op, group, async_op)
+        )
+
+    def all_reduce(self, tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().all_reduce  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(tensor, op, group, async_op)
+        return communicator.all_reduce(tensor, self._reduce_op(op), async_op, native=lambda: native(tensor, op, group, async_op))
+
+    def all_reduce_coalesced(self, tensors: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().all_reduce_coalesced  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(tensors, op, group, async_op)
+        return communicator.all_reduce_coalesced(tensors, self._reduce_op(op), async_op, native=lambda: native(tensors, op, group, async_op))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        """As DeepSpeed's."""
+        native = super().all_to_all_single  # type: ignore[misc]
+        splits = (output_split_sizes, input_split_sizes)
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(output, input, *splits, group, async_op)
+        return communicator.all_to_all_single(output, input, *splits, async_op, native=lambda: native(output, input, *splits, group, async_op))
+
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().all_to_all  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(output_tensor_list, input_tensor_list, group, async_op)
+        return communicator.all_to_all(
+            output_tensor_list, input_tensor_list, async_op, native=lambda: native(output_tensor_list, input_tensor_list, group, async_op)
+        )
+
+    def broadcast(self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+        """As DeepSpeed's."""
+        native = super().broadcast  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(tensor, src, group, async_op)
+        return communicator.broadcast(tensor, _in_group(group, src), async_op, native=lambda: native(tensor, src, group, async_op))
+
+    def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
+        """As DeepSpeed's."""
+        native = super().isend  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(tensor, dst, group, tag)
+        return communicator.isend(tensor, _in_group(group, dst), tag, native=lambda: native(tensor, dst, group, tag))
+
+    def irecv(self, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+        """As DeepSpeed's."""
+        native = super().irecv  # type: ignore[misc]
+        communicator = COMMUNICATORS.of(group)
+        if communicator is None:
+            return native(tensor, src, group, tag)
+        source = None if src is None else _in_group(group, src)
+        return communicator.irecv(tensor, source, tag, native=lambda: native(tensor, src, group, tag))
+
+    def send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
+        """As DeepSpeed's."""
+        if COMMUNICATORS.of(group) is None:
+            return super().send(tensor, dst, group, tag)  # type: ignore[misc]
+        self.isend(tensor, dst, group, tag).wait()
+        return None
+
+    def recv(self, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+        """As DeepSpeed's; returns the global rank of the sender."""
+        if COMMUNICATORS.of(group) is None:
+            return super().recv(tensor, src, group, tag)  # type: ignore[misc]
+        work = self.irecv(tensor, src, group, tag)
+        work.wait()
+        return dist.get_global_rank(group or dist.group.WORLD, work._source_rank()) if src is None else src
+
+    def batch_isend_irecv(self, p2p_op_list: list[Any]) -> Any:
+        """As DeepSpeed's; where a group is compressed, its messages one after another."""
+        if not any(COMMUNICATORS.of(operation.group) for operation in p2p_op_list):
+            return super().batch_isend_irecv(p2p_op_list)  # type: ignore[misc]
+        return [getattr(self, operation.op)(operation.tensor, operation.peer, operation.group, operation.tag) for operation in p2p_op_list]
+
+    def destroy_process_group(self, group: Any = None) -> Any:
+        """Ends the group's communicator, then the group."""
+        COMMUNICATORS.forget(None if group is None or group is dist.group.WORLD else group)
+        return super().destroy_process_group(group)  # type: ignore[misc]
+
+
+def _in_group(group: Any, global_rank: int) -> int:
+    group = dist.group.WORLD if group is None else group
+    return dist.get_group_rank(group, global_rank)
