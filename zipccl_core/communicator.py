@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zipccl_core.codec.reduction import Reduction
+from zipccl_core.codec.reduction import REDUCIBLE, Reduction
 from zipccl_core.collective.all_gather import AllGather
 from zipccl_core.collective.all_reduce import AllReduce
 from zipccl_core.collective.all_to_all import AllToAll
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zipccl")
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+_REDUCTIONS = (Operation.REDUCE_SCATTER, Operation.ALL_REDUCE)
 Native = Callable[[], Any]
 
 
@@ -68,7 +69,6 @@ class Communicator:
         self._scratch = Scratch()
         self._worker = Worker(f"zipccl-{self.name}")
         self._call_numbers = itertools.count(step=2)  # an all-reduce uses two
-        self._sequence = 0
         self._messages: list[LazyWork] = []
         self._told_about_device = False
         self.configure(ZipCCLConfig.of(config))
@@ -210,9 +210,8 @@ class Communicator:
         if plan is None or not tensor.numel():
             return self._native(Operation.SEND_RECV, native, tensor)
         with torch.no_grad():
-            send = Send(tensor.reshape(-1), dst, tag, self._wire(Operation.SEND_RECV, plan), plan, self._sequence)
-        self._sequence += -(-tensor.numel() // plan.chunk_numel)
-        return self._keep(LazyWork([tensor], send.finish, send.is_completed, lambda: None))
+            send = Send(tensor.reshape(-1), dst, tag, self._wire(Operation.SEND_RECV, plan), plan)
+        return self._keep(LazyWork([tensor], send.finish, lambda: None))
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, native: Native | None = None) -> Work | None:
         """Receives `tensor` from rank `src` of the group, or from any."""
@@ -229,7 +228,7 @@ class Communicator:
                 if not tensor.is_contiguous():
                     tensor.copy_(flat.view(tensor.shape))
 
-        return self._keep(LazyWork([tensor], finish, recv.is_completed, lambda: recv.source))
+        return self._keep(LazyWork([tensor], finish, lambda: recv.source))
 
     def _keep(self, work: LazyWork) -> LazyWork:
         """Keeps a message's memory alive until it has left or arrived, even where the caller drops the work."""
@@ -241,7 +240,9 @@ class Communicator:
 
     def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
         """The plan of a compressed call, or None for a native one. Everything that it looks at is equal on all ranks."""
-        if self.world_size == 1 or not self.config.enabled or not (op == SUM or op == AVG):
+        if self.world_size == 1 or not self.config.enabled:
+            return None
+        if operation in _REDUCTIONS and not ((op == SUM or op == AVG) and tensor.dtype in REDUCIBLE):
             return None
         if tensor.device.type != "cpu":
             if not self._told_about_device and self.config.codec.supports(tensor.dtype):

@@ -77,24 +77,25 @@ class Codec(BaseModel, ABC):
         with a fused kernel overrides it and keeps the bits.
         """
         parts = []
-        for item in frames:
-            if isinstance(item, Frame):
-                part = torch.empty_like(out)
-                self.read(item, part)
-                parts.append(part)
-            else:
+        for rank, item in enumerate(frames):
+            if not isinstance(item, Frame):
                 parts.append(item)
+                continue
+            parts.append(torch.empty_like(out))
+            try:
+                self.read(item, parts[-1])
+            except WireFormatError as error:
+                raise WireFormatError(f"from rank {rank}: {error}") from error
         reduction.reduce(parts, out)
 
     # What follows is the same for every codec and final.
 
-    def write(self, tensor: Tensor, buffer: Tensor, sequence: int = 0) -> Frame:
+    def write(self, tensor: Tensor, buffer: Tensor) -> Frame:
         """Encodes a tensor into a frame at the start of a caller's buffer: header, body, checksum.
 
         Args:
             tensor: contiguous, of a supported dtype, any shape.
             buffer: uint8, contiguous, at least `layout(...).frame_nbytes` long, its start aligned to 8 bytes, on the tensor's device.
-            sequence: a number for the transport's use.
         """
         frame = Frame(buffer, tensor.numel(), tensor.dtype, self.layout(tensor.numel(), tensor.dtype))
         if buffer.numel() < frame.layout.frame_nbytes:
@@ -104,7 +105,7 @@ class Codec(BaseModel, ABC):
             frame.write_raw(tensor)
         else:
             self.encode(tensor, frame)
-        frame.seal(self.checksum, sequence)
+        frame.seal(self.checksum)
         return frame
 
     def read(self, frame: Frame, out: Tensor) -> Header:

@@ -37,9 +37,9 @@ DTYPE_CODES: dict[torch.dtype, int] = {
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
-_HEADER = struct.Struct("<4sBBBBII16sQqQII16sQQ32s")
+_HEADER = struct.Struct("<4sBBBBII16sQqQQ16sQQ32s")
 assert _HEADER.size == HEADER_NBYTES
-_FLAGS_AT, _CHECKSUM_AT, _DYNAMIC_NBYTES_AT, _SEQUENCE_AT, _PARAMS_AT = 6, 8, 40, 56, 64
+_FLAGS_AT, _CHECKSUM_AT, _DYNAMIC_NBYTES_AT, _PARAMS_AT = 6, 8, 40, 64
 
 
 def align(nbytes: int) -> int:
@@ -85,7 +85,6 @@ class Header(NamedTuple):
     numel: int
     dynamic_nbytes: int
     static_nbytes: int
-    sequence: int
     reserved0: int
     params: bytes
     encode_ns: int
@@ -156,8 +155,8 @@ class Frame:
 
     @property
     def dynamic(self) -> Tensor:
-        """uint8: room for the dynamic part, as far as the buffer reaches."""
-        return self.buffer[self.layout.static_frame_nbytes :]
+        """uint8: room for the dynamic part, as much as the layout allows, however large the buffer is."""
+        return self.buffer[self.layout.static_frame_nbytes : self.layout.frame_nbytes]
 
     @property
     def dynamic_nbytes(self) -> Tensor:
@@ -182,7 +181,7 @@ class Frame:
     def begin(self, codec_id: str, block_size: int) -> None:
         """Writes a fresh header: no flags, no checksum, no dynamic bytes."""
         fields = (MAGIC, VERSION, DTYPE_CODES[self.dtype], 0, 0, 0, block_size, codec_id.encode("ascii"), self.numel, 0)
-        write_bytes(self.buffer, 0, _HEADER.pack(*fields, self.layout.static_nbytes, 0, 0, b"", 0, 0, b""))
+        write_bytes(self.buffer, 0, _HEADER.pack(*fields, self.layout.static_nbytes, 0, b"", 0, 0, b""))
 
     def write_raw(self, tensor: Tensor) -> None:
         """Makes this a RAW frame of a contiguous tensor: its own bytes, whatever the codec wrote before."""
@@ -200,10 +199,8 @@ class Frame:
         raw = out.reshape(-1).view(torch.uint8)
         raw.copy_(self.buffer[HEADER_NBYTES : HEADER_NBYTES + raw.numel()])
 
-    def seal(self, checksum: str = "none", sequence: int = 0) -> None:
-        """Last step of the sender: writes the sequence number, then the checksum over everything. The host reads the frame for a checksum."""
-        if sequence:
-            write_bytes(self.buffer, _SEQUENCE_AT, struct.pack("<I", sequence))
+    def seal(self, checksum: str) -> None:
+        """Last step of the sender: the checksum over everything, for which the host reads the frame."""
         if checksum != "none":
             write_bytes(self.buffer, _CHECKSUM_AT - 1, bytes([CHECKSUM_KINDS[checksum]]))
             write_bytes(self.buffer, _CHECKSUM_AT, struct.pack("<I", _checksum(self.data)))

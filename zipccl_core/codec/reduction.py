@@ -16,6 +16,10 @@ GLOO_SEGMENT_NBYTES = 1 << 20
 """gloo's largest segment in its ring all-reduce (gloo/allreduce.cc)."""
 
 
+REDUCIBLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes that are reduced here; others are reduced natively."""
+
+
 class Reduction(NamedTuple):
     """How one tensor per rank becomes one.
 
@@ -42,6 +46,12 @@ class Reduction(NamedTuple):
             self._fp32(parts, out)
 
     def _fp32(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        if out.dtype != torch.bfloat16:
+            sums = parts[0].reshape(-1).to(torch.promote_types(out.dtype, torch.float32))
+            for part in parts[1:]:
+                sums = sums + part.reshape(-1)
+            out.reshape(-1).copy_(sums / len(parts) if self.average else sums)
+            return
         kernel = kernels.select(out.device)
         total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         for rank, part in enumerate(parts):

@@ -30,7 +30,7 @@ class AllGather(Collective):
 
         def deliver(first: int, frames: dict[int, Frame]) -> None:
             for peer, frame in frames.items():
-                wire.decode(frame, outputs[peer][first : first + frame.numel])
+                wire.decode(frame, outputs[peer][first : first + frame.numel], peer)
 
         peers = others(wire)
         incoming = {peer: outputs[peer].numel() for peer in peers}

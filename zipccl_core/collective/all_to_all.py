@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AllToAll(Collective):
-    """Static parts leave at once, their sizes known from the splits; the header of each says how much follows. Empty splits send nothing."""
+    """A frame leaves as soon as it is encoded; what it may need at most is known from the splits, so no sizes are exchanged. Empty splits send nothing."""
 
     operation = Operation.ALL_TO_ALL
 
@@ -27,7 +27,7 @@ class AllToAll(Collective):
 
         def deliver(first: int, frames: dict[int, Frame]) -> None:
             for peer, frame in frames.items():
-                wire.decode(frame, outputs[peer][first : first + frame.numel])
+                wire.decode(frame, outputs[peer][first : first + frame.numel], peer)
 
         peers = others(wire)
         outgoing = [([peer], inputs[peer]) for peer in peers]

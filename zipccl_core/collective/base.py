@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from zipccl_core.collective.wire import Arriving, Wire, static_tag
+from zipccl_core.collective.wire import Arriving, Wire, chunk_tag
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +50,9 @@ def exchange(
 ) -> None:
     """Sends values to peers and receives theirs, in chunks: while one is encoded, others are on the wire, and one is decoded.
 
-    1. Receives for the static parts of the first `DEPTH` chunks are posted before anything is sent.
-    2. Chunk after chunk is encoded and sent, static part and dynamic part at once.
-    3. `DEPTH - 1` chunks behind, static parts are awaited, dynamic parts received, and the chunk delivered.
+    1. Receives for the frames of the first `DEPTH` chunks are posted before anything is sent.
+    2. Chunk after chunk is encoded and sent.
+    3. `DEPTH - 1` chunks behind, frames are awaited and the chunk delivered.
 
     A chunk's number of frames follows from the numel between two ranks, which both know; nothing else is agreed upon.
 
@@ -71,16 +71,13 @@ def exchange(
     def post(chunk: int) -> None:
         first = chunk * chunk_numel
         posted[chunk] = {
-            peer: wire.expect(min(chunk_numel, numel - first), dtype, peer, static_tag(wire.call, chunk))
+            peer: wire.expect(min(chunk_numel, numel - first), dtype, peer, chunk_tag(wire.call, chunk))
             for peer, numel in incoming.items()
             if first < numel
         }
 
     def finish(chunk: int) -> None:
-        arriving = posted.pop(chunk)
-        for frame in arriving.values():
-            frame.static_arrived()
-        frames = {peer: frame.arrived() for peer, frame in arriving.items()}
+        frames = {peer: arriving.wait()[0] for peer, arriving in posted.pop(chunk).items()}
         if frames:
             deliver(chunk * chunk_numel, frames)
         for frame in frames.values():
@@ -95,7 +92,7 @@ def exchange(
         for peers, values in outgoing:
             part = values[chunk * chunk_numel : (chunk + 1) * chunk_numel]
             if part.numel() and peers:
-                wire.send(wire.encode(part), peers, static_tag(wire.call, chunk), chunk=chunk)
+                wire.send(*wire.encode(part), peers, chunk_tag(wire.call, chunk), chunk)
         if chunk >= DEPTH - 1:
             finish(chunk - DEPTH + 1)
             if chunk + 1 < n_chunks:

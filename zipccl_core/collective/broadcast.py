@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import DEPTH, Collective
-from zipccl_core.collective.wire import Arriving, static_tag
+from zipccl_core.collective.wire import Arriving, chunk_tag
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
@@ -35,21 +35,20 @@ class TreeBroadcast(Collective):
         parts = [values[first : first + plan.chunk_numel] for first in starts]
 
         def post(chunk: int) -> Arriving:
-            return wire.expect(parts[chunk].numel(), values.dtype, parent, static_tag(wire.call, chunk))
+            return wire.expect(parts[chunk].numel(), values.dtype, parent, chunk_tag(wire.call, chunk))
 
         arriving = [post(chunk) for chunk in range(min(DEPTH, len(parts)))] if parent is not None else []
         for chunk, part in enumerate(parts):
             wire.settle(before_chunk=chunk - DEPTH + 1)
-            tag = static_tag(wire.call, chunk)
+            tag = chunk_tag(wire.call, chunk)
             if parent is None:
-                wire.send(wire.encode(part), children, tag, chunk=chunk)
+                wire.send(*wire.encode(part), children, tag, chunk)
                 continue
-            arriving[chunk].static_arrived()
-            frame = arriving[chunk].arrived()
+            frame, peer = arriving[chunk].wait()
             if chunk + DEPTH < len(parts):
                 arriving.append(post(chunk + DEPTH))
-            wire.send(frame, children, tag, chunk=chunk)
-            wire.decode(frame, part)
+            wire.send(frame, frame.header, children, tag, chunk)
+            wire.decode(frame, part, peer)
         wire.settle()
 
 

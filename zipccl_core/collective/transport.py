@@ -21,9 +21,6 @@ class Handle(Protocol):
             TransportError: it did not; the message names the peer and the group.
         """
 
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-
     def source(self) -> int:
         """The rank that a completed receive came from."""
 
@@ -32,7 +29,7 @@ class Transport(Protocol):
     """Bytes between the ranks of one group: over a ProcessGroup, or simulated. Ranks are ranks in the group.
 
     Both calls return at once; the caller keeps the memory alive and unchanged until the handle is done. Messages between two ranks under one tag arrive in
-    order; the receiver must know their sizes.
+    order. A message may be shorter than the memory that receives it, never longer.
     """
 
     rank: int
@@ -42,13 +39,14 @@ class Transport(Protocol):
         """Sends contiguous bytes."""
 
     def recv(self, data: Tensor, peer: int | None, tag: int) -> Handle:
-        """Receives exactly `data.numel()` bytes, from any rank where `peer` is None."""
+        """Receives a message of at most `data.numel()` bytes, from any rank where `peer` is None."""
 
 
 class ProcessGroupTransport:
     """A transport over the point-to-point operations of a torch ProcessGroup, or of a backend.
 
-    gloo keeps point-to-point messages apart from its collectives, and by tag from each other, so that one group serves both.
+    gloo keeps point-to-point messages apart from its collectives, and by tag from each other, so that one group serves both; it takes a message that is
+    shorter than the memory that was posted for it.
     """
 
     def __init__(self, group: ProcessGroup, name: str = "") -> None:
@@ -63,8 +61,8 @@ class ProcessGroupTransport:
     def recv(self, data: Tensor, peer: int | None, tag: int) -> Handle:
         """Receives bytes."""
         if peer is None:
-            return _WorkHandle(self._group.recv_anysource([data], tag), f"receive of {data.numel()} bytes from any rank", self._name)
-        return _WorkHandle(self._group.recv([data], peer, tag), f"receive of {data.numel()} bytes from rank {peer}", self._name)
+            return _WorkHandle(self._group.recv_anysource([data], tag), f"receive of up to {data.numel()} bytes from any rank", self._name)
+        return _WorkHandle(self._group.recv([data], peer, tag), f"receive of up to {data.numel()} bytes from rank {peer}", self._name)
 
 
 class _WorkHandle:
@@ -78,9 +76,6 @@ class _WorkHandle:
             self._work.wait()
         except RuntimeError as error:
             raise TransportError(f"{self._what} in group {self._group!r} failed: {error}") from error
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
 
     def source(self) -> int:
         return int(self._work._source_rank())

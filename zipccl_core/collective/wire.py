@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zipccl_core.codec.frame import HEADER_NBYTES, Frame, Header, align
+from zipccl_core.codec.frame import HEADER_NBYTES, Frame, Header
 from zipccl_core.collective.transport import Handle, Transport
+from zipccl_core.errors import WireFormatError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,15 +21,13 @@ if TYPE_CHECKING:
     from zipccl_core.observe.statistics import Statistics
     from zipccl_core.strategy.base import Operation
 
-# Tags of messages. Users' own tags are small numbers; ours have bit 30 set, and bit 29 tells a dynamic part that is found through its
-# header's sequence number (point-to-point) from the messages of collectives.
-_OURS, _BY_SEQUENCE = 1 << 30, 1 << 29
-_CALLS, _CHUNKS = 1 << 13, 1 << 15
+# Messages of collectives have tags of their own, with bit 30 set; users' own tags are small numbers.
+_OURS, _CALLS, _CHUNKS = 1 << 30, 1 << 14, 1 << 16
 
 
-def static_tag(call: int, chunk: int) -> int:
-    """The tag of chunk number `chunk` (its header and static part) of call number `call` of a group."""
-    return _OURS | (call % _CALLS) << 16 | (chunk % _CHUNKS) << 1
+def chunk_tag(call: int, chunk: int) -> int:
+    """The tag of chunk number `chunk` of call number `call` of a group."""
+    return _OURS | (call % _CALLS) << 16 | chunk % _CHUNKS
 
 
 class Scratch:
@@ -62,13 +61,17 @@ class Scratch:
 
 
 class Wire:
-    """The frames of one call. Counts and times go to the statistics of its operation when the call is `close`d."""
+    """The frames of one call. Counts and times go to the statistics of its operation when the call is `close`d.
+
+    A frame is one message: the receiver posts as much memory as the layout allows, which follows from numel alone, and the sender sends what
+    the frame really has. So nobody exchanges sizes (docs/adr/002).
+    """
 
     def __init__(self, transport: Transport, scratch: Scratch, statistics: Statistics, operation: Operation, codec: Codec, call: int) -> None:
         self.transport, self.codec, self.call = transport, codec, call
         self.rank, self.world_size = transport.rank, transport.world_size
         self._scratch, self._statistics, self._operation = scratch, statistics, operation
-        self._sends: deque[tuple[int, list[Handle], Tensor | None]] = deque()
+        self._sends: deque[tuple[int, list[Handle], Tensor]] = deque()
         self._counts: dict[str, float] = {}
 
     def count(self, **increments: float) -> None:
@@ -76,53 +79,52 @@ class Wire:
         for name, increment in increments.items():
             self._counts[name] = self._counts.get(name, 0) + increment
 
-    def encode(self, tensor: Tensor, sequence: int = 0) -> Frame:
+    def encode(self, tensor: Tensor) -> tuple[Frame, Header]:
         """Encodes contiguous values into a frame in scratch memory."""
         begin = perf_counter()
         nbytes = self.codec.layout(tensor.numel(), tensor.dtype).frame_nbytes
-        frame = self.codec.write(tensor, self._scratch.take(nbytes), sequence)
-        self.count(encode_s=perf_counter() - begin, frames=1)
+        frame = self.codec.write(tensor, self._scratch.take(nbytes))
+        self.count(encode_s=perf_counter() - begin)
         header = frame.header
-        self.count(raw_frames=1) if header.raw else self.count(escapes=header.dynamic_nbytes)
-        return frame
+        self.count(frames=1, raw_frames=header.raw, escapes=0 if header.raw else header.dynamic_nbytes)
+        return frame, header
 
-    def send(self, frame: Frame, peers: list[int], tag: int, dynamic_tag: int | None = None, chunk: int = 0, own: bool = True) -> None:
-        """Puts a frame on its way to some peers: header and static part, then, if there is one, the dynamic part.
+    def send(self, frame: Frame, header: Header, peers: list[int], tag: int, chunk: int = 0) -> None:
+        """Puts a frame on its way to some peers. Its memory goes back to the scratch when it has been sent.
 
         Args:
-            frame: encoded here, or received whole and passed on.
+            frame: encoded here, or received and passed on.
+            header: of the frame.
             peers: to whom.
-            tag: of header and static part; the dynamic part has the next tag, or `dynamic_tag`.
+            tag: of the message.
             chunk: for `settle`.
-            own: the frame's memory goes back to the scratch once it has been sent.
         """
-        header, static_nbytes = frame.header, frame.layout.static_frame_nbytes
-        handles = []
-        for peer in peers:
-            handles.append(self.transport.send(frame.buffer[:static_nbytes], peer, tag))
-            if header.dynamic_nbytes:
-                dynamic = frame.buffer[static_nbytes : header.frame_nbytes]
-                handles.append(self.transport.send(dynamic, peer, tag + 1 if dynamic_tag is None else dynamic_tag))
-        self._sends.append((chunk, handles, frame.buffer if own else None))
-        body = header.static_nbytes + header.dynamic_nbytes
-        self.count(
-            raw_nbytes=len(peers) * frame.numel * frame.dtype.itemsize,
-            wire_nbytes=len(peers) * header.frame_nbytes,
-            padding_nbytes=len(peers) * (header.frame_nbytes - HEADER_NBYTES - body),
-        )
+        nbytes = header.frame_nbytes
+        message = frame.buffer[:nbytes]
+        self._sends.append((chunk, [self.transport.send(message, peer, tag) for peer in peers], frame.buffer))
+        padding = 0 if header.raw else nbytes - HEADER_NBYTES - header.static_nbytes - header.dynamic_nbytes
+        n_peers, raw_nbytes = len(peers), frame.numel * frame.dtype.itemsize
+        self.count(raw_nbytes=n_peers * raw_nbytes, wire_nbytes=n_peers * nbytes, padding_nbytes=n_peers * padding)
 
-    def expect(self, numel: int, dtype: torch.dtype, peer: int | None, tag: int, by_sequence: bool = False) -> Arriving:
-        """Gets ready for a frame: its memory, and the receive of header and static part."""
+    def expect(self, numel: int, dtype: torch.dtype, peer: int | None, tag: int) -> Arriving:
+        """Gets ready for a frame: posts its receive, from any rank where `peer` is None."""
         layout = self.codec.layout(numel, dtype)
         frame = Frame(self._scratch.take(layout.frame_nbytes), numel, dtype, layout)
-        handle = self.transport.recv(frame.buffer[: layout.static_frame_nbytes], peer, tag)
-        return Arriving(self, frame, handle, peer, None if by_sequence else tag + 1)
+        return Arriving(self, frame, self.transport.recv(frame.buffer[: layout.frame_nbytes], peer, tag), peer)
 
-    def decode(self, frame: Frame, out: Tensor) -> None:
-        """Decodes a frame that has arrived into contiguous values."""
+    def decode(self, frame: Frame, out: Tensor, peer: int) -> Header:
+        """Decodes a frame that has arrived from a peer into contiguous values.
+
+        Raises:
+            WireFormatError: it is not the frame that was expected; the message names the peer.
+        """
         begin = perf_counter()
-        self.codec.read(frame, out)
+        try:
+            header = self.codec.read(frame, out)
+        except WireFormatError as error:
+            raise WireFormatError(f"from rank {peer}: {error}") from error
         self.count(decode_s=perf_counter() - begin)
+        return header
 
     def decode_reduce(self, frames: list[Frame | Tensor], out: Tensor, reduction: Reduction) -> None:
         """Decodes one frame a rank and reduces them into contiguous values."""
@@ -146,12 +148,7 @@ class Wire:
             _, handles, buffer = self._sends.popleft()
             for handle in handles:
                 self.wait(handle)
-            if buffer is not None:
-                self._scratch.give(buffer)
-
-    def is_settled(self) -> bool:
-        """Whether all sends have left."""
-        return all(handle.is_completed() for _, handles, _ in self._sends for handle in handles)
+            self._scratch.give(buffer)
 
     def close(self) -> None:
         """Hands the counts over."""
@@ -160,42 +157,13 @@ class Wire:
 
 
 class Arriving:
-    """A frame whose header and static part are on their way to this rank."""
+    """A frame on its way to this rank."""
 
-    def __init__(self, wire: Wire, frame: Frame, handle: Handle, peer: int | None, dynamic_tag: int | None) -> None:
-        self.frame = frame
-        self.peer = peer
-        self._wire, self._handle, self._dynamic_tag = wire, handle, dynamic_tag
-        self._dynamic: Handle | None = None
+    def __init__(self, wire: Wire, frame: Frame, handle: Handle, peer: int | None) -> None:
+        self._wire, self._frame, self._handle = wire, frame, handle
+        self._peer = peer
 
-    def is_completed(self) -> bool:
-        """Whether header and static part have arrived."""
-        return self._handle.is_completed()
-
-    def static_arrived(self) -> Header:
-        """Waits for header and static part, checks their sizes, and posts the receive of the dynamic part: nobody exchanges sizes.
-
-        Raises:
-            WireFormatError: the header is not that of the expected frame.
-        """
+    def wait(self) -> tuple[Frame, int]:
+        """Waits for the frame; returns it and the rank that it came from."""
         self._wire.wait(self._handle)
-        if self.peer is None:
-            self.peer = self._handle.source()
-        header, layout = self.frame.header, self.frame.layout
-        self.frame.check(header, self._wire.codec.id, self._wire.codec.block_size)
-        if header.dynamic_nbytes:
-            tag = _OURS | _BY_SEQUENCE | header.sequence if self._dynamic_tag is None else self._dynamic_tag
-            begin = layout.static_frame_nbytes
-            self._dynamic = self._wire.transport.recv(self.frame.buffer[begin : begin + align(header.dynamic_nbytes)], self.peer, tag)
-        return header
-
-    def arrived(self) -> Frame:
-        """Waits for the rest; `static_arrived` comes first."""
-        if self._dynamic is not None:
-            self._wire.wait(self._dynamic)
-        return self.frame
-
-
-def sequence_tag(sequence: int) -> int:
-    """The tag of a dynamic part whose header carries this sequence number (1 to 2^29 - 1)."""
-    return _OURS | _BY_SEQUENCE | sequence
+        return self._frame, self._handle.source() if self._peer is None else self._peer

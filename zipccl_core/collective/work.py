@@ -74,48 +74,51 @@ class LazyWork(ZipCCLWork):
     """A call whose messages are on their way already, and that ends in the thread that waits for it: send and receive.
 
     Args:
+        result: the tensors.
         finish: receives and decodes; called once.
-        ready: whether `finish` would not block for a peer.
         source: the rank that a receive came from, once finished.
     """
 
-    def __init__(self, result: list[torch.Tensor], finish: Callable[[], None], ready: Callable[[], bool], source: Callable[[], int | None]) -> None:
+    def __init__(self, result: list[torch.Tensor], finish: Callable[[], None], source: Callable[[], int | None]) -> None:
         super().__init__(result)
-        self._finish, self._ready, self._source = finish, ready, source
+        self._finish, self._source = finish, source
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Ends the call, or waits for the thread that does."""
-        with self._lock:
-            if not self._future.done():
-                try:
-                    self._finish()
-                except BaseException as error:  # kept, and raised below and by every later wait
-                    self._complete(error)
-                else:
-                    self._complete(None)
+        self._end()
         return super().wait(timeout)
 
-    def is_completed(self) -> bool:
-        """Whether the call has ended; ends it where that needs no waiting for a peer."""
-        if not self._future.done() and self._ready():
-            self.wait()
+    def has_ended(self) -> bool:
+        """Whether the call has ended; starts nothing."""
         return self._future.done()
 
-    def has_ended(self) -> bool:
-        """Whether the call has ended; ends nothing."""
+    def is_completed(self) -> bool:
+        """Whether the call has ended. Who polls does not wait, so from the first poll on a thread of its own ends the call."""
+        self._end_in_background()
         return self._future.done()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors; a thread of its own ends the call."""
-        threading.Thread(target=self._wait_quietly, name="zipccl-recv", daemon=True).start()
+        self._end_in_background()
         return super().get_future()
 
-    def _wait_quietly(self) -> None:
-        try:
-            self.wait()
-        except Exception as error:
-            assert error is self._error, "the future carries every error of wait"
+    def _end(self) -> None:
+        with self._lock:
+            if self._future.done():
+                return
+            error: BaseException | None = None
+            try:
+                self._finish()
+            except BaseException as caught:  # raised by every wait
+                error = caught
+            self._complete(error)
+
+    def _end_in_background(self) -> None:
+        if self._thread is None and not self._future.done():
+            self._thread = threading.Thread(target=self._end, name="zipccl-message", daemon=True)
+            self._thread.start()
 
     def _source_rank(self) -> int:
         source = self._source()

@@ -1,0 +1,58 @@
+# Needs Python 3.10 or newer with venv, a C compiler for the fast kernels, and about 1.5 GB. Everything is installed into .venv.
+
+PYTHON    ?= python3
+# Pinned, and installed first. On a machine where pip finds only CUDA builds of torch (several GB), name a CPU build's index:
+#   make venv PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' TORCH='torch==2.13.0+cpu'
+TORCH     ?= torch==2.13.0
+# Passed to every `pip install`: an index, a folder of wheels, --no-index, ...
+PIP_FLAGS ?=
+EXTRAS    ?= dev,deepspeed,accelerate,cli,examples
+# Passed to pytest: make test PYTEST_FLAGS='-k gaussian'
+PYTEST_FLAGS ?=
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.stamp
+INSTALL = $(PY) -m pip install $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint types bench ci clean
+
+help:  ## lists the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## +' '{printf "  make %-6s %s\n", $$1, $$2}'
+
+venv: $(STAMP)  ## creates .venv with torch, DeepSpeed and ZipCCL in it (once; about 3 minutes)
+
+# DeepSpeed is built from source: DS_BUILD_OPS=0 leaves its C++ and CUDA extensions out. The constraint keeps torch at what
+# was installed first. Done again when dependencies or C sources change, because an editable installation compiles only then.
+$(STAMP): pyproject.toml setup.py $(wildcard zipccl_core/kernels/native/*.[ch])
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) '$(TORCH)' numpy
+	$(PY) -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(VENV)/constraints.txt
+	DS_BUILD_OPS=0 $(INSTALL) --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP)  ## trains small models natively and with ZipCCL, and compares losses and bytes (about 2 minutes)
+	$(PY) examples/demo.py
+
+test: $(STAMP)  ## runs all tests
+	$(PY) -m pytest tests $(PYTEST_FLAGS)
+
+lint: $(STAMP)  ## checks style and format
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP)  ## checks types
+	$(PY) -m mypy
+
+bench: $(STAMP)  ## measures codec, overhead and ratio on this machine
+	$(INSTALL) --constraint $(VENV)/constraints.txt --editable '.[bench]'
+	$(PY) bench/codec.py
+	$(PY) bench/overhead.py
+	$(PY) bench/ratio.py tests/data
+
+ci:  ## what continuous integration runs
+	.ci/run
+
+clean:  ## removes .venv and everything that was built
+	rm -rf $(VENV) build dist *.egg-info zipccl_core/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,342 @@
+"""For authors of codecs, strategies and adapters: groups of ranks in a test, and the contract that every codec must keep."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import socket
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zipccl_core._autoload import register
+from zipccl_core.codec.base import Codec, compress, decompress
+from zipccl_core.codec.frame import DTYPE_CODES, HEADER_NBYTES, Frame
+from zipccl_core.codec.reduction import REDUCIBLE, Reduction
+from zipccl_core.config import ZipCCLConfig
+from zipccl_core.errors import WireFormatError
+
+__all__ = ["RankFailedError", "bits", "check_codec", "run_ranks", "sample_tensors", "same_bits"]
+
+Result = TypeVar("Result")
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died or did not end in time; the message has its traceback."""
+
+
+# ---------------------------------------------------------------------- groups of ranks
+
+
+def run_ranks(
+    fn: Callable[..., Result],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "zipccl",
+    launcher: Literal["processes", "threads"] = "processes",
+    config: ZipCCLConfig | None = None,
+    timeout: float = 60,
+) -> list[Result]:
+    """Runs `fn(rank, world_size, *args)` on every rank of a new group and returns the results in rank order.
+
+    Args:
+        fn: finds torch.distributed initialised, with `backend`, as the default group.
+        world_size: how many ranks.
+        args: for `fn`.
+        backend: `zipccl`, `gloo`, ...; None leaves `init_process_group` to `fn` (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; processes only).
+        launcher: `processes` forks this one, about 50 ms each; the parent must not have run a backward pass. `threads` simulates the ranks as threads of this process:
+            real gloo messages, and a world of its own for every thread. Threads share torch's random state: use generators.
+        config: for the backend `zipccl`.
+        timeout: seconds for everything together; also of the group's operations.
+
+    Raises:
+        RankFailedError: a rank failed; the others are stopped (processes) or left behind (threads).
+    """
+    register()
+    launch = _run_processes if launcher == "processes" else _run_threads
+    return launch(fn, world_size, args, backend, config, timeout)
+
+
+def _run_processes(
+    fn: Callable[..., Result], world_size: int, args: tuple[Any, ...], backend: str | None, config: ZipCCLConfig | None, timeout: float
+) -> list[Result]:
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        pipes, processes = [], []
+        for rank in range(world_size):
+            parent, child = context.Pipe(duplex=False)
+            target_args = (fn, rank, world_size, args, backend, config, timeout, Path(folder, "store"), port, child)
+            process = context.Process(target=_child, args=target_args, daemon=True)
+            process.start()
+            child.close()
+            pipes.append(parent)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout)
+        finally:
+            for process in processes:
+                process.kill() if process.is_alive() else None
+                process.join()
+
+
+def _collect(pipes: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = connection.wait(waiting, timeout)
+        if not ready:
+            missing = [rank for rank in range(len(pipes)) if rank not in results]
+            raise RankFailedError(f"ranks {missing} did not end within {timeout} s")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                ended_well, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RankFailedError(f"rank {rank} died without a word") from None
+            if not ended_well:
+                raise RankFailedError(f"rank {rank} raised:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _child(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    backend: str | None,
+    config: ZipCCLConfig | None,
+    timeout: float,
+    store: Path,
+    port: int,
+    pipe: Any,
+) -> None:
+    faulthandler.dump_traceback_later(timeout, exit=False)
+    torch.set_num_threads(1)  # a forked process cannot use the parent's OpenMP threads
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        if backend is not None:
+            dist.init_process_group(
+                backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout), pg_options=config
+            )
+        outcome = (True, fn(rank, world_size, *args))
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    faulthandler.cancel_dump_traceback_later()
+    pipe.send_bytes(pickle.dumps(outcome))
+    pipe.close()
+    os._exit(0)  # no exit handlers of the parent's
+
+
+def _run_threads(
+    fn: Callable[..., Result], world_size: int, args: tuple[Any, ...], backend: str | None, config: ZipCCLConfig | None, timeout: float
+) -> list[Result]:
+    if backend is None:
+        raise ValueError("launcher='threads' needs a backend: environment variables are one set a process")
+    store = dist.HashStore()
+    results: dict[int, Result] = {}
+    errors: dict[int, str] = {}
+
+    def body(rank: int) -> None:
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout), pg_options=config
+            )
+            results[rank] = fn(rank, world_size, *args)
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            errors[rank] = traceback.format_exc()
+
+    with _world_per_thread():
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+    for rank, error in errors.items():  # the first to fail first
+        raise RankFailedError(f"rank {rank} raised:\n{error}")
+    if len(results) < world_size:
+        raise RankFailedError(f"ranks {sorted(set(range(world_size)) - set(results))} did not end within {timeout} s")
+    return [results[rank] for rank in range(world_size)]
+
+
+@contextmanager
+def _world_per_thread() -> Iterator[None]:
+    """torch's own way to give every thread a torch.distributed of its own, as its tests do."""
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    threaded._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        threaded._uninstall_threaded_pg()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---------------------------------------------------------------------- bits
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bit patterns as integers, flat: what losslessness is about. NaN payloads and the sign of zero count."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(_INTEGERS[tensor.element_size()]) if tensor.dtype != torch.bool else flat.view(torch.uint8)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, numel and bits."""
+    return a.dtype == b.dtype and a.numel() == b.numel() and torch.equal(bits(a), bits(b))
+
+
+# ---------------------------------------------------------------------- the contract of a codec
+
+
+def sample_tensors(dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that have broken codecs, each with a name: every length around a block, every pattern, special values, data of all entropies."""
+    generator = torch.Generator().manual_seed(seed)
+    itemsize = dtype.itemsize
+
+    def random(numel: int) -> torch.Tensor:
+        if dtype == torch.bool:
+            return torch.randint(0, 2, (numel,), generator=generator, dtype=torch.uint8).view(dtype)
+        return torch.randint(0, 256, (numel * itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+
+    def normal(numel: int, sigma: float) -> torch.Tensor:
+        if not dtype.is_floating_point:
+            return random(numel)
+        return (torch.randn(numel, generator=generator) * sigma).to(dtype)
+
+    for numel in (0, 1, 2, 7, 127, 128, 129, 1023, 1024, 1025, 2047, 2048, 2049, 5000, 70_001):
+        yield f"normal, numel {numel}", normal(numel, 0.02)
+        yield f"random bytes, numel {numel}", random(numel)
+    for sigma in (1e-40, 1e-30, 1e-3, 1.0, 1e4, 1e30, 3e38):
+        yield f"normal, sigma {sigma}", normal(4096, sigma)
+    yield "zeros", torch.zeros(3000, dtype=dtype)
+    if itemsize == 2:
+        yield "every pattern", torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    for share in (0.1, 0.5, 0.62, 0.9, 0.99):
+        mask = torch.rand(8192, generator=generator) < share
+        yield f"{share:.0%} zeros", torch.where(mask, torch.zeros((), dtype=dtype), normal(8192, 1e-3))
+    if dtype.is_floating_point:
+        specials = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1.0]).to(dtype)
+        yield "special values", specials.repeat(500)
+        scales = torch.exp2(torch.arange(8, dtype=torch.float32) * 4 - 20).repeat_interleave(1024)
+        yield "a scale per block", (torch.randn(8192, generator=generator) * scales).to(dtype)
+        yield "outliers", torch.where(torch.rand(8192, generator=generator) < 1e-2, normal(8192, 1e4), normal(8192, 1e-3))
+
+
+def check_codec(codec: Codec) -> None:
+    """The contract that every codec must keep, for all dtypes that it supports, on the CPU.
+
+    1. It is a value: its configuration survives a round trip through JSON, and equal configurations are equal codecs.
+    2. Its layout depends on numel and dtype only, and no frame exceeds it.
+    3. Every bit comes back, whatever the tensor.
+    4. Equal tensors give equal bytes, whatever was in the memory before; nothing outside the frame is written.
+    5. A frame names its codec, dtype and numel; damaged headers and truncated frames are a `WireFormatError`, and with a checksum every flipped bit is.
+    6. `decode_reduce` gives the bits of decoding first and reducing then.
+
+    Raises:
+        AssertionError: a rule is broken; the message names the tensor.
+    """
+    copy = type(codec).model_validate_json(codec.model_dump_json())
+    assert copy == codec, f"configuration changes in a round trip through JSON: {codec!r} -> {copy!r}"
+    dtypes = [dtype for dtype in DTYPE_CODES if codec.supports(dtype)]
+    assert dtypes, "codec supports no dtype"
+    for dtype in dtypes:
+        for name, tensor in sample_tensors(dtype):
+            _check_tensor(codec, f"{dtype}, {name}", tensor)
+        _check_damage(codec, dtype)
+        if dtype in REDUCIBLE:
+            _check_reduce(codec, dtype)
+
+
+def _check_tensor(codec: Codec, name: str, tensor: torch.Tensor) -> None:
+    layout = codec.layout(tensor.numel(), tensor.dtype)
+    assert layout == codec.layout(tensor.numel(), tensor.dtype), f"{name}: layout changes from call to call"
+    frames = []
+    for fill in (0x00, 0xA5):
+        memory = torch.full((layout.frame_nbytes + 256,), fill, dtype=torch.uint8)
+        frame = codec.write(tensor, memory)  # a larger buffer than the layout asks for is allowed
+        assert bool((memory[layout.frame_nbytes :] == fill).all()), f"{name}: encode writes behind its frame"
+        frames.append(frame.data.clone())
+    assert torch.equal(frames[0], frames[1]), f"{name}: bytes depend on what was in the memory before"
+
+    frame = Frame(frames[0], tensor.numel(), tensor.dtype, layout)
+    for fill in (0x00, 0xA5):
+        memory = torch.full((tensor.numel() * tensor.element_size() + 256,), fill, dtype=torch.uint8)
+        end = tensor.numel() * tensor.element_size()
+        codec.read(frame, memory[:end].view(tensor.dtype))
+        assert torch.equal(memory[:end], tensor.view(torch.uint8)), f"{name}: bits change on the way"
+        assert bool((memory[end:] == fill).all()), f"{name}: decode writes behind its output"
+    header = frame.header
+    assert (header.codec_id, header.numel) == (codec.id, tensor.numel()), f"{name}: header names {header.codec_id}, {header.numel}"
+    assert header.frame_nbytes == frames[0].numel(), f"{name}: frame length"
+
+
+def _check_damage(codec: Codec, dtype: torch.dtype) -> None:
+    tensor = next(tensor for name, tensor in sample_tensors(dtype) if name == "normal, numel 5000")
+    frame = compress(tensor, codec)
+    numel, layout = tensor.numel(), codec.layout(tensor.numel(), dtype)
+
+    def rejects(data: torch.Tensor, what: str, by_itself: bool = True) -> None:
+        readers = [lambda: codec.read(Frame(data, numel, dtype, layout), torch.empty(numel, dtype=dtype))]
+        if by_itself:
+            readers.append(lambda: decompress(data))
+        for read in readers:
+            try:
+                read()
+            except WireFormatError:
+                continue
+            raise AssertionError(f"{dtype}: {what} is not a WireFormatError")
+
+    for nbytes in {0, 1, HEADER_NBYTES - 1, HEADER_NBYTES, frame.numel() // 2, frame.numel() - 1}:
+        rejects(frame[:nbytes].clone(), f"a frame truncated to {nbytes} of {frame.numel()} bytes")
+    # magic, version, dtype, flags, checksum kind, codec, numel, dynamic size, static size
+    for position in (0, 3, 4, 5, 6, 7, 16, 32, 46, 48, 55, 60, 127):
+        damaged = frame.clone()
+        damaged[position] ^= 0x40
+        # a frame alone cannot tell a wrong numel of as many blocks; who expects a numel can
+        rejects(damaged, f"a header with byte {position} damaged", by_itself=position != 32)
+    if codec.checksum != "none":
+        for position in range(0, frame.numel(), max(1, frame.numel() // 400)):
+            damaged = frame.clone()
+            damaged[position] ^= 1 << (position % 8)
+            if position >= 64:
+                rejects(damaged, f"a flipped bit in byte {position}")
+
+
+def _check_reduce(codec: Codec, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(5000, generator=generator).to(dtype) for _ in range(3)]
+    layout = codec.layout(5000, dtype)
+    frames = [codec.write(part, torch.empty(layout.frame_nbytes, dtype=torch.uint8)) for part in parts]
+    for order in ("fp32", "gloo"):
+        reduction = Reduction(order, average=True, total=15_000, offset=5000)
+        wanted, came = torch.empty(5000, dtype=dtype), torch.empty(5000, dtype=dtype)
+        reduction.reduce(parts, wanted)
+        codec.decode_reduce([frames[0], parts[1], frames[2]], came, reduction)
+        assert same_bits(wanted, came), f"{dtype}: decode_reduce differs from decode, then reduce ({order})"
