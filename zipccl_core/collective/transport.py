@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from zipccl_core.errors import TransportError
@@ -56,26 +59,37 @@ class ProcessGroupTransport:
 
     def send(self, data: Tensor, peer: int, tag: int) -> Handle:
         """Sends contiguous bytes."""
-        return _WorkHandle(self._group.send([data], peer, tag), f"send of {data.numel()} bytes to rank {peer}", self._name)
+        return _Message(partial(self._group.send, [data], peer, tag), f"send of {data.numel()} bytes to rank {peer}", self._name)
 
     def recv(self, data: Tensor, peer: int | None, tag: int) -> Handle:
         """Receives bytes."""
         if peer is None:
-            return _WorkHandle(self._group.recv_anysource([data], tag), f"receive of up to {data.numel()} bytes from any rank", self._name)
-        return _WorkHandle(self._group.recv([data], peer, tag), f"receive of up to {data.numel()} bytes from rank {peer}", self._name)
+            post = partial(self._group.recv_anysource, [data], tag)
+            return _Message(post, f"receive of up to {data.numel()} bytes from any rank", self._name)
+        post = partial(self._group.recv, [data], peer, tag)
+        return _Message(post, f"receive of up to {data.numel()} bytes from rank {peer}", self._name)
 
 
-class _WorkHandle:
+class _Message:
+    """A message that is posted when this is made; both posting it and waiting for it can find the peer gone."""
+
     __slots__ = ("_group", "_what", "_work")
 
-    def __init__(self, work: Work, what: str, group: str) -> None:
-        self._work, self._what, self._group = work, what, group
+    def __init__(self, post: Callable[[], Work], what: str, group: str) -> None:
+        self._what, self._group = what, group
+        with self._named():
+            self._work = post()
 
     def wait(self) -> None:
-        try:
+        with self._named():
             self._work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"{self._what} in group {self._group!r} failed: {error}") from error
 
     def source(self) -> int:
         return int(self._work._source_rank())
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransportError(f"{self._what} in group {self._group!r} failed: {error}") from error
