@@ -64,7 +64,9 @@ def test_bytes_do_not_depend_on_threads() -> None:
     assert torch.equal(one, compress(tensor, ExponentCodec(threads=2)))
     assert torch.equal(one, compress(tensor, ExponentCodec(threads=5)))
     out = torch.empty_like(tensor)
-    ExponentCodec(threads=4).read(Frame(one, tensor.numel(), tensor.dtype, ExponentCodec().layout(tensor.numel(), tensor.dtype)), out)
+    ExponentCodec(threads=4).read(
+        Frame(one, tensor.numel(), tensor.dtype, ExponentCodec().layout(tensor.numel(), tensor.dtype)), out
+    )
     assert same_bits(out, tensor)
 
 
@@ -102,7 +104,9 @@ def test_mixed_data_in_one_frame_mixes_modes() -> None:
     """A block of zeros and small values has a window of six and zero; its neighbours keep theirs."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(1024, generator=generator).bfloat16()
-    sparse = torch.where(torch.rand(1024, generator=generator) < 0.5, 0.0, torch.randn(1024, generator=generator)).bfloat16()
+    sparse = torch.where(
+        torch.rand(1024, generator=generator) < 0.5, 0.0, torch.randn(1024, generator=generator)
+    ).bfloat16()
     frame = compress(torch.cat([dense, sparse, dense]), ExponentCodec())
     modes = frame[256 + 1 : 256 + 6 : 2].tolist()  # meta begins behind the header and one line of offsets
     assert modes == [0, 1, 0]
@@ -117,7 +121,9 @@ def test_bits_per_value_on_normal_data() -> None:
 
 
 def test_random_bytes_are_raw_and_bounded() -> None:
-    tensor = torch.randint(-(2**15), 2**15, (10_000,), dtype=torch.int16, generator=torch.Generator().manual_seed(0)).view(torch.bfloat16)
+    tensor = torch.randint(
+        -(2**15), 2**15, (10_000,), dtype=torch.int16, generator=torch.Generator().manual_seed(0)
+    ).view(torch.bfloat16)
     frame = compress(tensor, ExponentCodec())
     header = Frame(frame, 10_000, torch.bfloat16, ExponentCodec().layout(10_000, torch.bfloat16)).header
     assert header.raw

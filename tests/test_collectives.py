@@ -25,7 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 def data(numel: int, *seed: int) -> torch.Tensor:
     """Normal values over several octaves, a few specials, the same for equal seeds."""
     generator = torch.Generator().manual_seed(sum(part * 1009**i for i, part in enumerate(seed, 1)))
-    values = torch.randn(numel, generator=generator) * torch.exp2(torch.randint(-4, 5, (numel,), generator=generator).float())
+    values = torch.randn(numel, generator=generator) * torch.exp2(
+        torch.randint(-4, 5, (numel,), generator=generator).float()
+    )
     return values.to(BF16)
 
 
@@ -103,7 +105,9 @@ def all_to_all(rank: int, world_size: int) -> None:
             finish(dist.all_to_all_single(out, value, async_op=async_op), async_op)
             assert same_bits(out, wanted), numel
 
-            rows = torch.randint(0, numel // 4 + 2, (world_size, world_size), generator=torch.Generator().manual_seed(numel))
+            rows = torch.randint(
+                0, numel // 4 + 2, (world_size, world_size), generator=torch.Generator().manual_seed(numel)
+            )
             rows[0, -1] = 0
             rows[-1, :] = 0  # a rank that sends nothing at all
             sends, receives = rows[rank].tolist(), rows[:, rank].tolist()
@@ -114,7 +118,9 @@ def all_to_all(rank: int, world_size: int) -> None:
             assert same_bits(out, wanted), numel
 
             outs = [torch.zeros(n * 6, dtype=BF16) for n in receives]
-            finish(dist.all_to_all(outs, [part.reshape(-1) for part in value.split(sends)], async_op=async_op), async_op)
+            finish(
+                dist.all_to_all(outs, [part.reshape(-1) for part in value.split(sends)], async_op=async_op), async_op
+            )
             assert same_bits(torch.cat(outs), wanted), numel
     in_place = data(4000 * world_size, rank)
     dist.all_to_all_single(wanted := torch.zeros_like(in_place), in_place.clone(), group=gloo)
@@ -277,7 +283,10 @@ def shapes_and_layouts(rank: int, world_size: int) -> None:
 
     if world_size > 1:
         received = torch.zeros(48, 64, dtype=BF16).t()
-        works = [dist.isend(everyone[rank].view(64, 48).t(), (rank + 1) % world_size), dist.irecv(received, (rank - 1) % world_size)]
+        works = [
+            dist.isend(everyone[rank].view(64, 48).t(), (rank + 1) % world_size),
+            dist.irecv(received, (rank - 1) % world_size),
+        ]
         for work in works:
             work.wait()
         assert same_bits(received, everyone[(rank - 1) % world_size].view(64, 48).t())
@@ -349,7 +358,10 @@ def any_data_any_path(rank: int, world_size: int) -> None:
     gloo = native_group()
     for turn in range(3):
         value = kinds[(rank + turn) % 3]()
-        out, wanted = torch.zeros(value.numel() * world_size, dtype=BF16), torch.zeros(value.numel() * world_size, dtype=BF16)
+        out, wanted = (
+            torch.zeros(value.numel() * world_size, dtype=BF16),
+            torch.zeros(value.numel() * world_size, dtype=BF16),
+        )
         dist.all_gather_into_tensor(wanted, value, group=gloo)
         dist.all_gather_into_tensor(out, value)
         assert same_bits(out, wanted)
@@ -414,7 +426,9 @@ def test_like_native_gloo(case: Callable[[int, int], None], world_size: int) -> 
     run_ranks(case, world_size, config=SMALL_CHUNKS, timeout=120)
 
 
-@pytest.mark.parametrize("case", [all_gather, all_to_all, reductions_like_gloo, broadcast_and_messages], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [all_gather, all_to_all, reductions_like_gloo, broadcast_and_messages], ids=lambda case: case.__name__
+)
 def test_eight_ranks(case: Callable[[int, int], None]) -> None:
     run_ranks(case, 8, config=SMALL_CHUNKS, timeout=200)
 
@@ -435,7 +449,9 @@ def test_compressed_frames_are_sent(world_size: int) -> None:
     run_ranks(compressed_at_all, world_size, config=ZipCCLConfig(strategy="always"))
 
 
-@pytest.mark.parametrize("case", [all_gather, all_to_all, coalesced, waits_in_any_order], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [all_gather, all_to_all, coalesced, waits_in_any_order], ids=lambda case: case.__name__
+)
 def test_ranks_as_threads(case: Callable[[int, int], None]) -> None:
     run_ranks(case, 3, launcher="threads", config=SMALL_CHUNKS, timeout=120)
 

@@ -26,7 +26,12 @@ from zipccl_core import ConfigError, ZipCCLConfig
 
 BF16 = torch.bfloat16
 ALL = {"strategy": "always", "reduction": "gloo"}
-OPERATIONS = {0: {"all_reduce"}, 1: {"all_reduce", "all_gather"}, 2: {"all_reduce", "all_gather"}, 3: {"all_gather", "reduce_scatter"}}
+OPERATIONS = {
+    0: {"all_reduce"},
+    1: {"all_reduce", "all_gather"},
+    2: {"all_reduce", "all_gather"},
+    3: {"all_gather", "reduce_scatter"},
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deepspeed's and torch's own, about each other
 
@@ -68,7 +73,9 @@ def ds_config(stage: int, section: dict[str, Any] | None, **more: Any) -> dict[s
     return config if section is None else {**config, "zipccl": section}
 
 
-def train(rank: int, world_size: int, config: dict[str, Any], experts: bool = False, zero_init: bool = False, steps: int = 3) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, config: dict[str, Any], experts: bool = False, zero_init: bool = False, steps: int = 3
+) -> dict[str, Any]:
     """Losses and parameters of a few steps, as bits, and what the statistics say."""
     logging.disable(logging.INFO)
     zipccl_deepspeed.install()
@@ -107,7 +114,9 @@ def train(rank: int, world_size: int, config: dict[str, Any], experts: bool = Fa
     return {"losses": losses, "parameters": digest.hexdigest(), "compressed": compressed, "ratios": ratios}
 
 
-def results(world_size: int, config: dict[str, Any], backend: str | None = None, **options: Any) -> list[dict[str, Any]]:
+def results(
+    world_size: int, config: dict[str, Any], backend: str | None = None, **options: Any
+) -> list[dict[str, Any]]:
     def run(rank: int, size: int) -> dict[str, Any]:
         return train(rank, size, config, **options)
 
@@ -155,20 +164,26 @@ def test_fp32_reductions_equal_a_reference(stage: int) -> None:
         backend = ds_comm_impl.TorchBackend
         native_all_reduce, native_reduce_scatter = backend.all_reduce, backend.reduce_scatter_tensor
 
-        def all_reduce(self: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        def all_reduce(
+            self: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
             op = self._reduce_op(op)
             if tensor.dtype != BF16 or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
                 return native_all_reduce(self, tensor, op, group, async_op)
             assert not async_op
             return tensor.copy_(reduced(tensor, op == dist.ReduceOp.AVG, group))
 
-        def reduce_scatter_tensor(self: Any, output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        def reduce_scatter_tensor(
+            self: Any, output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
             op = self._reduce_op(op)
             if input.dtype != BF16:
                 return native_reduce_scatter(self, output, input, op, group, async_op)
             assert not async_op
             whole = reduced(input, op == dist.ReduceOp.AVG, group)
-            return output.copy_(whole.view(-1)[dist.get_rank(group) * output.numel() :][: output.numel()].view(output.shape))
+            return output.copy_(
+                whole.view(-1)[dist.get_rank(group) * output.numel() :][: output.numel()].view(output.shape)
+            )
 
         backend.all_reduce, backend.reduce_scatter_tensor = all_reduce, reduce_scatter_tensor
         return train(rank, world_size, ds_config(stage, None))
@@ -176,7 +191,9 @@ def test_fp32_reductions_equal_a_reference(stage: int) -> None:
     zipped = results(3, ds_config(stage, {"strategy": "always"}))
     assert bits_of(run_ranks(reference, 3, backend=None, timeout=150)) == bits_of(zipped)
     assert bits_of(results(3, ds_config(stage, {"strategy": "always"}))) == bits_of(zipped), "two runs differ"
-    assert bits_of(results(3, ds_config(stage, None))) != bits_of(zipped), "on three ranks the order of additions should show"
+    assert bits_of(results(3, ds_config(stage, None))) != bits_of(zipped), (
+        "on three ranks the order of additions should show"
+    )
 
 
 @pytest.mark.parametrize("backend", ["gloo", "zipccl"])
@@ -232,35 +249,71 @@ def test_every_operation_of_the_backend() -> None:
         for async_op in (False, True):
             kw = {"async_op": async_op}
             gathered = torch.zeros(n * world_size, dtype=BF16)
-            both(lambda o: ds_comm.all_gather_into_tensor(o, value, **kw), lambda o: dist.all_gather_into_tensor(o, value), gathered)
-            both(lambda o: ds_comm.all_gather(list(o.chunk(world_size)), value, **kw), lambda o: dist.all_gather_into_tensor(o, value), gathered)
+            both(
+                lambda o: ds_comm.all_gather_into_tensor(o, value, **kw),
+                lambda o: dist.all_gather_into_tensor(o, value),
+                gathered,
+            )
+            both(
+                lambda o: ds_comm.all_gather(list(o.chunk(world_size)), value, **kw),
+                lambda o: dist.all_gather_into_tensor(o, value),
+                gathered,
+            )
             part = torch.zeros(n // world_size, dtype=BF16)
-            both(lambda o: ds_comm.reduce_scatter_tensor(o, value.clone(), **kw), lambda o: dist.reduce_scatter_tensor(o, value.clone()), part)
-            both(lambda o: ds_comm.reduce_scatter(o, list(value.chunk(world_size)), **kw), lambda o: dist.reduce_scatter(o, list(value.chunk(world_size))), part)
+            both(
+                lambda o: ds_comm.reduce_scatter_tensor(o, value.clone(), **kw),
+                lambda o: dist.reduce_scatter_tensor(o, value.clone()),
+                part,
+            )
+            both(
+                lambda o: ds_comm.reduce_scatter(o, list(value.chunk(world_size)), **kw),
+                lambda o: dist.reduce_scatter(o, list(value.chunk(world_size))),
+                part,
+            )
             both(lambda t: ds_comm.all_reduce(t, **kw), dist.all_reduce, value)
-            both(lambda t: ds_comm.all_reduce(t, op=ds_comm.ReduceOp.AVG, **kw), lambda t: dist.all_reduce(t, op=dist.ReduceOp.AVG), value)
-            both(lambda t: ds_comm.all_reduce(t, op=ds_comm.ReduceOp.MAX, **kw), lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX), value)
-            both(lambda a, b: ds_comm.all_reduce_coalesced([a, b], **kw), lambda a, b: dist.all_reduce_coalesced([a, b]), value, value[:77])
+            both(
+                lambda t: ds_comm.all_reduce(t, op=ds_comm.ReduceOp.AVG, **kw),
+                lambda t: dist.all_reduce(t, op=dist.ReduceOp.AVG),
+                value,
+            )
+            both(
+                lambda t: ds_comm.all_reduce(t, op=ds_comm.ReduceOp.MAX, **kw),
+                lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX),
+                value,
+            )
+            both(
+                lambda a, b: ds_comm.all_reduce_coalesced([a, b], **kw),
+                lambda a, b: dist.all_reduce_coalesced([a, b]),
+                value,
+                value[:77],
+            )
             both(lambda o: ds_comm.all_to_all_single(o, value, **kw), lambda o: dist.all_to_all_single(o, value), value)
             splits = [n - 7] + [7] + [0] * (world_size - 2)
             counts = [[n - 7] + [7] + [0] * (world_size - 2) for _ in range(world_size)]
             received = [row[rank] for row in counts]
             out = torch.zeros(sum(received), dtype=BF16)
             both(
-                lambda o: ds_comm.all_to_all_single(o, value, received, splits, **kw), lambda o: dist.all_to_all_single(o, value, received, splits), out
+                lambda o: ds_comm.all_to_all_single(o, value, received, splits, **kw),
+                lambda o: dist.all_to_all_single(o, value, received, splits),
+                out,
             )
             both(
                 lambda o: ds_comm.all_to_all(list(o.chunk(world_size)), list(value.chunk(world_size)), **kw),
                 lambda o: dist.all_to_all(list(o.chunk(world_size)), list(value.chunk(world_size))),
                 value,
             )
-            both(lambda t: ds_comm.broadcast(t, world_size - 1, **kw), lambda t: dist.broadcast(t, world_size - 1), value)
+            both(
+                lambda t: ds_comm.broadcast(t, world_size - 1, **kw), lambda t: dist.broadcast(t, world_size - 1), value
+            )
         outs = [torch.zeros(n * world_size, dtype=BF16), torch.zeros(5 * world_size, dtype=BF16)]
         ds_comm_impl.cdb.all_gather_coalesced(outs, [value, value[:5]])
         dist.all_gather_into_tensor(wanted := torch.zeros_like(outs[1]), value[:5])
         assert same_bits(outs[1], wanted)
 
-        everyone = [torch.randn(6000 * world_size, generator=torch.Generator().manual_seed(r)).to(BF16) for r in range(world_size)]
+        everyone = [
+            torch.randn(6000 * world_size, generator=torch.Generator().manual_seed(r)).to(BF16)
+            for r in range(world_size)
+        ]
         ahead, behind = (rank + 1) % world_size, (rank - 1) % world_size
         work, out = ds_comm.isend(value, ahead), torch.zeros_like(value)
         assert ds_comm.recv(out, behind) == behind
@@ -277,7 +330,11 @@ def test_every_operation_of_the_backend() -> None:
         pair = ds_comm.new_group([0, world_size - 1])
         alone = [ds_comm.new_group([r]) for r in range(world_size)][rank]
         if rank in (0, world_size - 1):
-            both(lambda t: ds_comm.broadcast(t, world_size - 1, group=pair), lambda t: dist.broadcast(t, world_size - 1, group=pair), value)
+            both(
+                lambda t: ds_comm.broadcast(t, world_size - 1, group=pair),
+                lambda t: dist.broadcast(t, world_size - 1, group=pair),
+                value,
+            )
         both(lambda t: ds_comm.all_reduce(t, group=alone), lambda t: dist.all_reduce(t, group=alone), value)
         stats = zipccl_deepspeed.stats()
         assert all(stats[op].native_calls == 0 for op in ("all_gather", "reduce_scatter", "all_to_all", "send_recv"))
@@ -327,11 +384,16 @@ def test_pipeline_parallelism() -> None:
 
         torch.manual_seed(0)
         layers = [nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.Linear(256, 8)]
-        model = PipelineModule(layers=layers, num_stages=2, loss_fn=lambda out, want: nn.functional.mse_loss(out.float(), want.float()))
+        model = PipelineModule(
+            layers=layers, num_stages=2, loss_fn=lambda out, want: nn.functional.mse_loss(out.float(), want.float())
+        )
         config = ds_config(0, section, train_batch_size=8, gradient_accumulation_steps=4)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         generator = torch.Generator().manual_seed(7)
-        batches = [(torch.randn(2, 64, generator=generator).to(BF16), torch.randn(2, 8, generator=generator).to(BF16)) for _ in range(12)]
+        batches = [
+            (torch.randn(2, 64, generator=generator).to(BF16), torch.randn(2, 8, generator=generator).to(BF16))
+            for _ in range(12)
+        ]
         iterator = iter(batches)
         losses = [engine.train_batch(data_iter=iterator).item().hex() for _ in range(3)]
         return losses, zipccl_deepspeed.stats()["send_recv"].frames
@@ -350,24 +412,35 @@ def test_hf_trainer(tmp_path: Any) -> None:
     def run(rank: int, world_size: int, section: dict[str, Any] | None) -> tuple[list[str], set[str]]:
         logging.disable(logging.WARNING)
         zipccl_deepspeed.install()
-        import os
-
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+        # Trainer would take a CPU, with use_cpu, or DeepSpeed; only its check for a bf16 GPU stands between it and both
+        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
-            vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, use_cache=False
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            use_cache=False,
         )
         json = ds_config(2, section)
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), deepspeed=json, bf16=True, max_steps=2, per_device_train_batch_size=2, logging_steps=1,
-            report_to=[], save_strategy="no", use_cpu=True, learning_rate=1e-2, disable_tqdm=True, seed=1,
+            report_to=[], save_strategy="no", learning_rate=1e-2, disable_tqdm=True, seed=1,
         )  # fmt: skip
         model = transformers.LlamaForCausalLM(config)
         generator = torch.Generator().manual_seed(3)
-        rows = [{"input_ids": (tokens := torch.randint(0, 128, (32,), generator=generator)), "labels": tokens} for _ in range(16)]
+        rows = [
+            {"input_ids": (tokens := torch.randint(0, 128, (32,), generator=generator)), "labels": tokens}
+            for _ in range(16)
+        ]
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
         trainer.train()
-        losses = [entry["loss"].hex() if isinstance(entry["loss"], float) else str(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+        losses = [
+            entry["loss"].hex() if isinstance(entry["loss"], float) else str(entry["loss"])
+            for entry in trainer.state.log_history
+            if "loss" in entry
+        ]
         stats = zipccl_deepspeed.stats()
         return losses, {str(op) for op in stats if stats[op].frames > stats[op].raw_frames}
 

@@ -20,7 +20,8 @@ def autoload() -> None:
     """Registers the backend, and `zipccl_deepspeed.install` for when deepspeed is imported. An exception here would break `import torch`, so none leaves."""
     try:
         register()
-        _AfterImport.watch("deepspeed", _install_into_deepspeed)
+        # a late module of deepspeed: `import deepspeed` may be what imports torch, and be half done by now
+        _AfterImport.watch("deepspeed.runtime.engine", _install_into_deepspeed)
     except Exception:
         logging.getLogger("zipccl").exception("zipccl: could not be registered with torch; it stays off")
 
@@ -82,4 +83,6 @@ class _LoaderThen(importlib.abc.Loader):
         try:
             self._action()
         except Exception:
-            logging.getLogger("zipccl").exception("zipccl: could not be installed into %s, which goes on without it", self._name)
+            logging.getLogger("zipccl").exception(
+                "zipccl: could not be installed into %s, which goes on without it", self._name
+            )

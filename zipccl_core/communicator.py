@@ -88,16 +88,30 @@ class Communicator:
 
     # ------------------------------------------------------------------ gathers
 
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor, async_op: bool = False, native: Native | None = None) -> Work | None:
+    def all_gather_into_tensor(
+        self, output: Tensor, input: Tensor, async_op: bool = False, native: Native | None = None
+    ) -> Work | None:
         """Gathers `input`, shape (n, ...), of all ranks into `output`, of world_size times its values. The input may be this rank's part of the output."""
         native = native or partial(dist.all_gather_into_tensor, output, input, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_GATHER, input, input.numel())
         if plan is None:
             return self._native(Operation.ALL_GATHER, native, input)
-        _same_numel("all_gather_into_tensor: output", output.numel(), "world size times input", self.world_size * input.numel())
-        return self._run(AllGather(), plan, [output], [input], async_op, out_sizes=[input.numel()] * self.world_size, in_place=(self.rank, 0))
+        _same_numel(
+            "all_gather_into_tensor: output", output.numel(), "world size times input", self.world_size * input.numel()
+        )
+        return self._run(
+            AllGather(),
+            plan,
+            [output],
+            [input],
+            async_op,
+            out_sizes=[input.numel()] * self.world_size,
+            in_place=(self.rank, 0),
+        )
 
-    def all_gather(self, output_list: Sequence[Tensor], input: Tensor, async_op: bool = False, native: Native | None = None) -> Work | None:
+    def all_gather(
+        self, output_list: Sequence[Tensor], input: Tensor, async_op: bool = False, native: Native | None = None
+    ) -> Work | None:
         """Gathers the input of rank `r` into `output_list[r]`. Ranks may contribute different sizes."""
         native = native or partial(dist.all_gather, output_list, input, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_GATHER, input, max((output.numel() for output in output_list), default=0))
@@ -122,16 +136,25 @@ class Communicator:
 
         Either all ranks pass split sizes or none does: without them the size of the call is a fact that all ranks share and a strategy may use.
         """
-        native = native or partial(dist.all_to_all_single, output, input, output_split_sizes, input_split_sizes, self.group, async_op)
+        native = native or partial(
+            dist.all_to_all_single, output, input, output_split_sizes, input_split_sizes, self.group, async_op
+        )
         even = not output_split_sizes and not input_split_sizes
         plan = self._plan(Operation.ALL_TO_ALL, input, input.numel() if even else None)
         if plan is None:
             return self._native(Operation.ALL_TO_ALL, native, input)
-        out_sizes, in_sizes = self._split(output, output_split_sizes, "output"), self._split(input, input_split_sizes, "input")
+        out_sizes, in_sizes = (
+            self._split(output, output_split_sizes, "output"),
+            self._split(input, input_split_sizes, "input"),
+        )
         return self._run(AllToAll(), plan, [output], [input], async_op, out_sizes=out_sizes, in_sizes=in_sizes)
 
     def all_to_all(
-        self, output_list: Sequence[Tensor], input_list: Sequence[Tensor], async_op: bool = False, native: Native | None = None
+        self,
+        output_list: Sequence[Tensor],
+        input_list: Sequence[Tensor],
+        async_op: bool = False,
+        native: Native | None = None,
     ) -> Work | None:
         """Sends `input_list[r]` to rank r, which receives it in its `output_list[rank]`."""
         native = native or partial(dist.all_to_all, output_list, input_list, group=self.group, async_op=async_op)
@@ -148,17 +171,34 @@ class Communicator:
         self, output: Tensor, input: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
         """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The output may be that part of the input."""
-        native = native or partial(dist.reduce_scatter_tensor, output, input, op=op, group=self.group, async_op=async_op)
+        native = native or partial(
+            dist.reduce_scatter_tensor, output, input, op=op, group=self.group, async_op=async_op
+        )
         plan = self._plan(Operation.REDUCE_SCATTER, input, input.numel(), op)
         if plan is None:
             return self._native(Operation.REDUCE_SCATTER, native, input)
-        _same_numel("reduce_scatter_tensor: input", input.numel(), "world size times output", self.world_size * output.numel())
+        _same_numel(
+            "reduce_scatter_tensor: input", input.numel(), "world size times output", self.world_size * output.numel()
+        )
         reduction = Reduction(plan.reduction, op == AVG, input.numel(), self.rank * output.numel(), _threads(plan))
         in_sizes = [output.numel()] * self.world_size
-        return self._run(AllToAllReduceScatter(reduction), plan, [output], [input], async_op, in_sizes=in_sizes, in_place=(0, self.rank))
+        return self._run(
+            AllToAllReduceScatter(reduction),
+            plan,
+            [output],
+            [input],
+            async_op,
+            in_sizes=in_sizes,
+            in_place=(0, self.rank),
+        )
 
     def reduce_scatter(
-        self, output: Tensor, input_list: Sequence[Tensor], op: Any = SUM, async_op: bool = False, native: Native | None = None
+        self,
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: Any = SUM,
+        async_op: bool = False,
+        native: Native | None = None,
     ) -> Work | None:
         """Reduces `input_list[r]` of all ranks into rank r's `output`."""
         native = native or partial(dist.reduce_scatter, output, input_list, op=op, group=self.group, async_op=async_op)
@@ -169,9 +209,13 @@ class Communicator:
         _same_numel("reduce_scatter: own input", input_list[self.rank].numel(), "output", output.numel())
         # gloo reduces each member of the list by a ring of its own
         reduction = Reduction(plan.reduction, op == AVG, output.numel(), 0, _threads(plan))
-        return self._run(AllToAllReduceScatter(reduction), plan, [output], input_list, async_op, in_place=(0, self.rank))
+        return self._run(
+            AllToAllReduceScatter(reduction), plan, [output], input_list, async_op, in_place=(0, self.rank)
+        )
 
-    def all_reduce(self, tensor: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None) -> Work | None:
+    def all_reduce(
+        self, tensor: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None
+    ) -> Work | None:
         """Reduces `tensor` in place; all ranks end with equal bits."""
         native = native or partial(dist.all_reduce, tensor, op=op, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_REDUCE, tensor, tensor.numel(), op)
@@ -247,7 +291,11 @@ class Communicator:
         if tensor.device.type != "cpu":
             if not self._told_about_device and self.config.codec.supports(tensor.dtype):
                 self._told_about_device = True
-                logger.warning("zipccl: group %r: tensors on %s are sent natively; only CPU tensors are compressed so far", self.name, tensor.device.type)
+                logger.warning(
+                    "zipccl: group %r: tensors on %s are sent natively; only CPU tensors are compressed so far",
+                    self.name,
+                    tensor.device.type,
+                )
             return None
         key = (operation, tensor.dtype, numel)
         plan = self._plans.get(key)
@@ -288,7 +336,9 @@ class Communicator:
         def call() -> None:
             try:
                 flat_inputs = [tensor.reshape(-1) for tensor in inputs]
-                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else _empty_flat(tensor) for tensor in outputs]
+                flat_outputs = [
+                    tensor.view(-1) if tensor.is_contiguous() else _empty_flat(tensor) for tensor in outputs
+                ]
                 parts_in = list(flat_inputs[0].split(in_sizes)) if in_sizes else flat_inputs
                 parts_out = list(flat_outputs[0].split(out_sizes)) if out_sizes else flat_outputs
                 if _collides(parts_out, parts_in, in_place):
@@ -299,7 +349,9 @@ class Communicator:
                     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
                         tensor.copy_(flat.view(tensor.shape))
             except ZipCCLError as error:
-                raise type(error)(f"{collective.operation} on rank {self.rank} of group {self.name!r}: {error}") from error
+                raise type(error)(
+                    f"{collective.operation} on rank {self.rank} of group {self.name!r}: {error}"
+                ) from error
             finally:
                 wire.close()
 
@@ -312,7 +364,9 @@ class Communicator:
         """Numel of each rank's part of a tensor that is cut along its first dimension."""
         if not sizes:
             if tensor.numel() and tensor.size(0) % self.world_size:
-                raise ValueError(f"all_to_all_single: {what} has {tensor.size(0)} rows, not a multiple of the world size {self.world_size}")
+                raise ValueError(
+                    f"all_to_all_single: {what} has {tensor.size(0)} rows, not a multiple of the world size {self.world_size}"
+                )
             return [tensor.numel() // self.world_size] * self.world_size
         _same_numel(f"all_to_all_single: {what} split sizes", len(sizes), "world size", self.world_size)
         rows = tensor.size(0) if tensor.dim() else 1

@@ -40,7 +40,9 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         name: of the group, for messages.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, config: ZipCCLConfig | None = None, name: str = "") -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, config: ZipCCLConfig | None = None, name: str = ""
+    ) -> None:
         super().__init__(rank, size)
         self._store = store
         self._plain = dist.ProcessGroup(store, rank, size)
@@ -83,19 +85,28 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         return self._work(
             output_lists[0],
             self.communicator.all_gather(
-                output_lists[0], inputs[0], opts.asyncOp, native=lambda: self._plain.allgather(output_lists, inputs, opts)
+                output_lists[0],
+                inputs[0],
+                opts.asyncOp,
+                native=lambda: self._plain.allgather(output_lists, inputs, opts),
             ),
         )
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._joined(self.all_gather_single, zip(outputs, inputs, strict=True), opts or c10d.AllgatherOptions(), outputs)
+        return self._joined(
+            self.all_gather_single, zip(outputs, inputs, strict=True), opts or c10d.AllgatherOptions(), outputs
+        )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         opts = opts or c10d.ReduceScatterOptions()
         return self._work(
             [output],
             self.communicator.reduce_scatter_tensor(
-                output, input, opts.reduceOp, opts.asyncOp, native=lambda: self._plain._reduce_scatter_base(output, input, opts)
+                output,
+                input,
+                opts.reduceOp,
+                opts.asyncOp,
+                native=lambda: self._plain._reduce_scatter_base(output, input, opts),
             ),
         )
 
@@ -104,14 +115,22 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         return self._work(
             outputs,
             self.communicator.reduce_scatter(
-                outputs[0], input_lists[0], opts.reduceOp, opts.asyncOp, native=lambda: self._plain.reduce_scatter(outputs, input_lists, opts)
+                outputs[0],
+                input_lists[0],
+                opts.reduceOp,
+                opts.asyncOp,
+                native=lambda: self._plain.reduce_scatter(outputs, input_lists, opts),
             ),
         )
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._joined(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts or c10d.ReduceScatterOptions(), outputs)
+        return self._joined(
+            self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts or c10d.ReduceScatterOptions(), outputs
+        )
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None) -> Work:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Work:
         opts = opts or c10d.AllToAllOptions()
         return self._work(
             [output],
@@ -129,7 +148,9 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         return self._work(
             outputs,
-            self.communicator.all_to_all(outputs, inputs, opts.asyncOp, native=lambda: self._plain.alltoall(outputs, inputs, opts)),
+            self.communicator.all_to_all(
+                outputs, inputs, opts.asyncOp, native=lambda: self._plain.alltoall(outputs, inputs, opts)
+            ),
         )
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -154,14 +175,20 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.BroadcastOptions()
         return self._work(
             tensors,
-            self.communicator.broadcast(tensors[0], opts.rootRank, opts.asyncOp, native=lambda: self._plain.broadcast(tensors, opts)),
+            self.communicator.broadcast(
+                tensors[0], opts.rootRank, opts.asyncOp, native=lambda: self._plain.broadcast(tensors, opts)
+            ),
         )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        return self._work(tensors, self.communicator.isend(tensors[0], dst, tag, native=lambda: self._plain.send(tensors, dst, tag)))
+        return self._work(
+            tensors, self.communicator.isend(tensors[0], dst, tag, native=lambda: self._plain.send(tensors, dst, tag))
+        )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        return self._work(tensors, self.communicator.irecv(tensors[0], src, tag, native=lambda: self._plain.recv(tensors, src, tag)))
+        return self._work(
+            tensors, self.communicator.irecv(tensors[0], src, tag, native=lambda: self._plain.recv(tensors, src, tag))
+        )
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         native = lambda: self._plain.recv_anysource(tensors, tag)  # noqa: E731
@@ -263,4 +290,6 @@ def create(options: Any, backend_options: Any) -> ZipCCLProcessGroup:
         config = ZipCCLConfig.of(backend_options)
     elif isinstance(dist.group.WORLD, ZipCCLProcessGroup):
         config = dist.group.WORLD.communicator.config
-    return ZipCCLProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, config, name=options.group_id)
+    return ZipCCLProcessGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, config, name=options.group_id
+    )

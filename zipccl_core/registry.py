@@ -74,7 +74,9 @@ def describe(error: ValidationError, model: type[BaseModel], source: str) -> str
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"{source}: unknown key {key!r} (value {item['input']!r}); allowed: {', '.join(model.model_fields)}")
+            lines.append(
+                f"{source}: unknown key {key!r} (value {item['input']!r}); allowed: {', '.join(model.model_fields)}"
+            )
         elif item["type"] == "value_error":  # from a validator of ours, which words it itself
             lines.append(f"{source}: {key + ': ' if key else ''}{item['ctx']['error']}")
         else:

@@ -68,7 +68,12 @@ def run_ranks(
 
 
 def _run_processes(
-    fn: Callable[..., Result], world_size: int, args: tuple[Any, ...], backend: str | None, config: ZipCCLConfig | None, timeout: float
+    fn: Callable[..., Result],
+    world_size: int,
+    args: tuple[Any, ...],
+    backend: str | None,
+    config: ZipCCLConfig | None,
+    timeout: float,
 ) -> list[Result]:
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -124,11 +129,18 @@ def _child(
 ) -> None:
     faulthandler.dump_traceback_later(timeout, exit=False)
     torch.set_num_threads(1)  # a forked process cannot use the parent's OpenMP threads
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     try:
         if backend is not None:
             dist.init_process_group(
-                backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout), pg_options=config
+                backend,
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                pg_options=config,
             )
         outcome = (True, fn(rank, world_size, *args))
         if dist.is_initialized():
@@ -143,7 +155,12 @@ def _child(
 
 
 def _run_threads(
-    fn: Callable[..., Result], world_size: int, args: tuple[Any, ...], backend: str | None, config: ZipCCLConfig | None, timeout: float
+    fn: Callable[..., Result],
+    world_size: int,
+    args: tuple[Any, ...],
+    backend: str | None,
+    config: ZipCCLConfig | None,
+    timeout: float,
 ) -> list[Result]:
     if backend is None:
         raise ValueError("launcher='threads' needs a backend: environment variables are one set a process")
@@ -154,7 +171,12 @@ def _run_threads(
     def body(rank: int) -> None:
         try:
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout), pg_options=config
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                pg_options=config,
             )
             results[rank] = fn(rank, world_size, *args)
             dist.barrier()
@@ -246,7 +268,10 @@ def sample_tensors(dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, tor
         yield "special values", specials.repeat(500)
         scales = torch.exp2(torch.arange(8, dtype=torch.float32) * 4 - 20).repeat_interleave(1024)
         yield "a scale per block", (torch.randn(8192, generator=generator) * scales).to(dtype)
-        yield "outliers", torch.where(torch.rand(8192, generator=generator) < 1e-2, normal(8192, 1e4), normal(8192, 1e-3))
+        yield (
+            "outliers",
+            torch.where(torch.rand(8192, generator=generator) < 1e-2, normal(8192, 1e4), normal(8192, 1e-3)),
+        )
 
 
 def check_codec(codec: Codec) -> None:
@@ -293,7 +318,9 @@ def _check_tensor(codec: Codec, name: str, tensor: torch.Tensor) -> None:
         assert torch.equal(memory[:end], tensor.view(torch.uint8)), f"{name}: bits change on the way"
         assert bool((memory[end:] == fill).all()), f"{name}: decode writes behind its output"
     header = frame.header
-    assert (header.codec_id, header.numel) == (codec.id, tensor.numel()), f"{name}: header names {header.codec_id}, {header.numel}"
+    assert (header.codec_id, header.numel) == (codec.id, tensor.numel()), (
+        f"{name}: header names {header.codec_id}, {header.numel}"
+    )
     assert header.frame_nbytes == frames[0].numel(), f"{name}: frame length"
 
 

@@ -93,7 +93,9 @@ class ZipCCLBackendMixin:
         """Same as `zipccl_deepspeed.stats()`."""
         return stats()
 
-    def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         """As DeepSpeed's."""
         native = super().all_gather_into_tensor  # type: ignore[misc]
         communicator = COMMUNICATORS.of(group)
@@ -109,9 +111,17 @@ class ZipCCLBackendMixin:
         communicator = COMMUNICATORS.of(group)
         if communicator is None:
             return native(tensor_list, tensor, group, async_op)
-        return communicator.all_gather(tensor_list, tensor, async_op, native=lambda: native(tensor_list, tensor, group, async_op))
+        return communicator.all_gather(
+            tensor_list, tensor, async_op, native=lambda: native(tensor_list, tensor, group, async_op)
+        )
 
-    def all_gather_coalesced(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False) -> Any:
+    def all_gather_coalesced(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensors: Sequence[Tensor],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """As DeepSpeed's on a GPU; on a CPU, one all-gather after another."""
         communicator = COMMUNICATORS.of(group)
         if communicator is None or any(tensor.device.type != "cpu" for tensor in input_tensors):
@@ -120,7 +130,9 @@ class ZipCCLBackendMixin:
         works = [self.all_gather_into_tensor(output, input, group, async_op) for output, input in pairs]
         return JoinedWork(works, list(output_tensors)) if async_op else None
 
-    def reduce_scatter_tensor(self, output_tensor: Tensor, input_tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+    def reduce_scatter_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         """As DeepSpeed's."""
         native = super().reduce_scatter_tensor  # type: ignore[misc]
         communicator = COMMUNICATORS.of(group)
@@ -134,14 +146,20 @@ class ZipCCLBackendMixin:
             native=lambda: native(output_tensor, input_tensor, op, group, async_op),
         )
 
-    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+    def reduce_scatter(
+        self, output: Tensor, input_list: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         """As DeepSpeed's."""
         native = super().reduce_scatter  # type: ignore[misc]
         communicator = COMMUNICATORS.of(group)
         if communicator is None:
             return native(output, input_list, op, group, async_op)
         return communicator.reduce_scatter(
-            output, input_list, self._reduce_op(op), async_op, native=lambda: native(output, input_list, op, group, async_op)
+            output,
+            input_list,
+            self._reduce_op(op),
+            async_op,
+            native=lambda: native(output, input_list, op, group, async_op),
         )
 
     def all_reduce(self, tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
@@ -150,15 +168,21 @@ class ZipCCLBackendMixin:
         communicator = COMMUNICATORS.of(group)
         if communicator is None:
             return native(tensor, op, group, async_op)
-        return communicator.all_reduce(tensor, self._reduce_op(op), async_op, native=lambda: native(tensor, op, group, async_op))
+        return communicator.all_reduce(
+            tensor, self._reduce_op(op), async_op, native=lambda: native(tensor, op, group, async_op)
+        )
 
-    def all_reduce_coalesced(self, tensors: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
+    def all_reduce_coalesced(
+        self, tensors: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         """As DeepSpeed's."""
         native = super().all_reduce_coalesced  # type: ignore[misc]
         communicator = COMMUNICATORS.of(group)
         if communicator is None:
             return native(tensors, op, group, async_op)
-        return communicator.all_reduce_coalesced(tensors, self._reduce_op(op), async_op, native=lambda: native(tensors, op, group, async_op))
+        return communicator.all_reduce_coalesced(
+            tensors, self._reduce_op(op), async_op, native=lambda: native(tensors, op, group, async_op)
+        )
 
     def all_to_all_single(
         self,
@@ -175,16 +199,27 @@ class ZipCCLBackendMixin:
         communicator = COMMUNICATORS.of(group)
         if communicator is None:
             return native(output, input, *splits, group, async_op)
-        return communicator.all_to_all_single(output, input, *splits, async_op, native=lambda: native(output, input, *splits, group, async_op))
+        return communicator.all_to_all_single(
+            output, input, *splits, async_op, native=lambda: native(output, input, *splits, group, async_op)
+        )
 
-    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
+    def all_to_all(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         """As DeepSpeed's."""
         native = super().all_to_all  # type: ignore[misc]
         communicator = COMMUNICATORS.of(group)
         if communicator is None:
             return native(output_tensor_list, input_tensor_list, group, async_op)
         return communicator.all_to_all(
-            output_tensor_list, input_tensor_list, async_op, native=lambda: native(output_tensor_list, input_tensor_list, group, async_op)
+            output_tensor_list,
+            input_tensor_list,
+            async_op,
+            native=lambda: native(output_tensor_list, input_tensor_list, group, async_op),
         )
 
     def broadcast(self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
@@ -193,7 +228,9 @@ class ZipCCLBackendMixin:
         communicator = COMMUNICATORS.of(group)
         if communicator is None:
             return native(tensor, src, group, async_op)
-        return communicator.broadcast(tensor, _in_group(group, src), async_op, native=lambda: native(tensor, src, group, async_op))
+        return communicator.broadcast(
+            tensor, _in_group(group, src), async_op, native=lambda: native(tensor, src, group, async_op)
+        )
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
         """As DeepSpeed's."""
@@ -231,7 +268,10 @@ class ZipCCLBackendMixin:
         """As DeepSpeed's; where a group is compressed, its messages one after another."""
         if not any(COMMUNICATORS.of(operation.group) for operation in p2p_op_list):
             return super().batch_isend_irecv(p2p_op_list)  # type: ignore[misc]
-        return [getattr(self, operation.op)(operation.tensor, operation.peer, operation.group, operation.tag) for operation in p2p_op_list]
+        return [
+            getattr(self, operation.op)(operation.tensor, operation.peer, operation.group, operation.tag)
+            for operation in p2p_op_list
+        ]
 
     def destroy_process_group(self, group: Any = None) -> Any:
         """Ends the group's communicator, then the group."""

@@ -35,7 +35,9 @@ class _Installation:
     def put_in(self) -> None:
         self.backend = _with_zipccl(self.original_backend)
         self.comm.TorchBackend = self.backend
-        if self.comm.cdb is not None:  # the group exists already: its backend changes class, a second one would be a second group
+        if (
+            self.comm.cdb is not None
+        ):  # the group exists already: its backend changes class, a second one would be a second group
             self._adopted = (self.comm.cdb, type(self.comm.cdb))
             self.comm.cdb.__class__ = _with_zipccl(type(self.comm.cdb))
         original_init = self.original_init
@@ -76,7 +78,9 @@ def install() -> None:
     except (ImportError, AttributeError) as error:
         import deepspeed
 
-        raise UnsupportedVersionError(f"zipccl supports deepspeed 0.19; this is {deepspeed.__version__}: {error}") from error
+        raise UnsupportedVersionError(
+            f"zipccl supports deepspeed 0.19; this is {deepspeed.__version__}: {error}"
+        ) from error
     _installation = installation
 
 
@@ -98,10 +102,14 @@ def read_section(ds_config: dict[str, Any]) -> None:
     if section is None:
         return
     if not isinstance(section, dict):
-        raise ConfigError(f"the {SECTION!r} section of the DeepSpeed JSON must be a mapping, for example {{}}; got {section!r}")
+        raise ConfigError(
+            f"the {SECTION!r} section of the DeepSpeed JSON must be a mapping, for example {{}}; got {section!r}"
+        )
     config = ZipCCLConfig(**section)
     COMMUNICATORS.configure(config)
-    logger.info("zipccl: deepspeed.comm %s: %s", "is compressed" if config.enabled else "stays native", config.model_dump_json())
+    logger.info(
+        "zipccl: deepspeed.comm %s: %s", "is compressed" if config.enabled else "stays native", config.model_dump_json()
+    )
 
 
 def _with_zipccl(backend: type) -> type:

@@ -47,7 +47,9 @@ class Codec(BaseModel, ABC):
             return
         id_ = cls.model_fields["id"].default
         if not (isinstance(id_, str) and id_.isascii() and 0 < len(id_) <= 16):
-            raise ConfigError(f'{cls.__qualname__} needs an id of 1 to 16 ASCII characters: id: Literal["name"] = "name"; got {id_!r}')
+            raise ConfigError(
+                f'{cls.__qualname__} needs an id of 1 to 16 ASCII characters: id: Literal["name"] = "name"; got {id_!r}'
+            )
         codecs.register(id_, cls)
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -99,7 +101,9 @@ class Codec(BaseModel, ABC):
         """
         frame = Frame(buffer, tensor.numel(), tensor.dtype, self.layout(tensor.numel(), tensor.dtype))
         if buffer.numel() < frame.layout.frame_nbytes:
-            raise ValueError(f"buffer has {buffer.numel()} bytes, a frame of {tensor.numel()} values needs {frame.layout.frame_nbytes}")
+            raise ValueError(
+                f"buffer has {buffer.numel()} bytes, a frame of {tensor.numel()} values needs {frame.layout.frame_nbytes}"
+            )
         frame.begin(self.id, self.block_size)
         if frame.layout.always_raw:
             frame.write_raw(tensor)

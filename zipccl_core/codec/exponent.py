@@ -85,7 +85,9 @@ class ExponentCodec(Codec):
         kernel = select(out.device, self.kernels)
         n_escapes = int(frame.dynamic_nbytes)
         values = out.reshape(-1).view(torch.int16)
-        kernel.decode(frame.static, frame.dynamic[:n_escapes], values, frame.params, self.threads or torch.get_num_threads())
+        kernel.decode(
+            frame.static, frame.dynamic[:n_escapes], values, frame.params, self.threads or torch.get_num_threads()
+        )
 
     @property
     def _window(self) -> Window:

@@ -105,7 +105,9 @@ class Header(NamedTuple):
         if header.magic != MAGIC:
             raise WireFormatError(f"not a ZipCCL frame: magic is {header.magic!r}, wanted {MAGIC!r}")
         if header.version != VERSION:
-            raise WireFormatError(f"frame has wire format version {header.version}; this ZipCCL reads version {VERSION}")
+            raise WireFormatError(
+                f"frame has wire format version {header.version}; this ZipCCL reads version {VERSION}"
+            )
         if header.dtype not in DTYPES:
             raise WireFormatError(f"unknown dtype code {header.dtype}")
         if header.flags & ~FLAG_RAW:
@@ -222,7 +224,9 @@ class Frame:
             if came != want:
                 raise WireFormatError(f"frame has {field} {came}, wanted {want}")
         if header.frame_nbytes > self.layout.frame_nbytes:
-            raise WireFormatError(f"frame claims {header.frame_nbytes} bytes, {self.numel} values need {self.layout.frame_nbytes} at most")
+            raise WireFormatError(
+                f"frame claims {header.frame_nbytes} bytes, {self.numel} values need {self.layout.frame_nbytes} at most"
+            )
         if header.frame_nbytes > self.buffer.numel():
             raise WireFormatError(f"truncated frame: {self.buffer.numel()} bytes of {header.frame_nbytes}")
         if header.raw:
@@ -239,7 +243,9 @@ class Frame:
             WireFormatError: the checksum is wrong.
         """
         if header.checksum_kind and (came := _checksum(self.buffer[: header.frame_nbytes])) != header.checksum:
-            raise WireFormatError(f"checksum is {header.checksum:#010x}, the frame has {came:#010x}: it was damaged on its way")
+            raise WireFormatError(
+                f"checksum is {header.checksum:#010x}, the frame has {came:#010x}: it was damaged on its way"
+            )
 
 
 def read_bytes(buffer: Tensor, offset: int, nbytes: int) -> bytes:

@@ -83,7 +83,9 @@ def exchange(
         for frame in frames.values():
             wire.release(frame)
 
-    n_chunks = max([chunks(values.numel()) for _, values in outgoing] + [chunks(numel) for numel in incoming.values()], default=0)
+    n_chunks = max(
+        [chunks(values.numel()) for _, values in outgoing] + [chunks(numel) for numel in incoming.values()], default=0
+    )
     posted: dict[int, dict[int, Arriving]] = {}
     for chunk in range(min(DEPTH, n_chunks)):
         post(chunk)

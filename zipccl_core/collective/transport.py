@@ -59,7 +59,9 @@ class ProcessGroupTransport:
 
     def send(self, data: Tensor, peer: int, tag: int) -> Handle:
         """Sends contiguous bytes."""
-        return _Message(partial(self._group.send, [data], peer, tag), f"send of {data.numel()} bytes to rank {peer}", self._name)
+        return _Message(
+            partial(self._group.send, [data], peer, tag), f"send of {data.numel()} bytes to rank {peer}", self._name
+        )
 
     def recv(self, data: Tensor, peer: int | None, tag: int) -> Handle:
         """Receives bytes."""

@@ -67,7 +67,15 @@ class Wire:
     the frame really has. So nobody exchanges sizes (docs/adr/002).
     """
 
-    def __init__(self, transport: Transport, scratch: Scratch, statistics: Statistics, operation: Operation, codec: Codec, call: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        scratch: Scratch,
+        statistics: Statistics,
+        operation: Operation,
+        codec: Codec,
+        call: int,
+    ) -> None:
         self.transport, self.codec, self.call = transport, codec, call
         self.rank, self.world_size = transport.rank, transport.world_size
         self._scratch, self._statistics, self._operation = scratch, statistics, operation

@@ -79,7 +79,9 @@ class LazyWork(ZipCCLWork):
         source: the rank that a receive came from, once finished.
     """
 
-    def __init__(self, result: list[torch.Tensor], finish: Callable[[], None], source: Callable[[], int | None]) -> None:
+    def __init__(
+        self, result: list[torch.Tensor], finish: Callable[[], None], source: Callable[[], int | None]
+    ) -> None:
         super().__init__(result)
         self._finish, self._source = finish, source
         self._lock = threading.Lock()
@@ -157,7 +159,9 @@ class JoinedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors."""
         result = self._result
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(lambda future: future.wait() and result)
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            lambda future: future.wait() and result
+        )
 
 
 def completed_work(result: list[torch.Tensor]) -> dist.Work:

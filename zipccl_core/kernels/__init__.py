@@ -32,7 +32,9 @@ class Kernels(Protocol):
 
     name: str
 
-    def encode(self, values: Tensor, static: Tensor, dynamic: Tensor, count: Tensor, window: Window, threads: int) -> None:
+    def encode(
+        self, values: Tensor, static: Tensor, dynamic: Tensor, count: Tensor, window: Window, threads: int
+    ) -> None:
         """Writes the static part, the escapes and their number into `count` (int64, shape (1,)).
 
         Where there are more escapes than bytes in `dynamic`, only a larger `count` is written for certain and the caller makes the frame RAW.
@@ -79,8 +81,14 @@ def select(device: torch.device, wanted: str = "auto") -> Kernels:
     if device.type == "cpu" and native.KERNELS is not None:
         return native.KERNELS
     if wanted == "native":
-        reason = "the extension was not built (install a C compiler and reinstall zipccl)" if device.type == "cpu" else f"they run on a CPU, not on {device}"
+        reason = (
+            "the extension was not built (install a C compiler and reinstall zipccl)"
+            if device.type == "cpu"
+            else f"they run on a CPU, not on {device}"
+        )
         raise ConfigError(f"kernels='native' cannot be used: {reason}; allowed here: auto, reference")
     if device.type == "cpu":
-        logger.warning("zipccl: the native kernels were not built; using the reference kernels, which give the same bytes slowly")
+        logger.warning(
+            "zipccl: the native kernels were not built; using the reference kernels, which give the same bytes slowly"
+        )
     return reference.KERNELS

@@ -29,7 +29,9 @@ class _Native:
 
     name = "native"
 
-    def encode(self, values: Tensor, static: Tensor, dynamic: Tensor, count: Tensor, window: Window, threads: int) -> None:
+    def encode(
+        self, values: Tensor, static: Tensor, dynamic: Tensor, count: Tensor, window: Window, threads: int
+    ) -> None:
         base = -1 if window.base is None else window.base
         table = None if window.table is None else bytes(window.table)
         capacity = dynamic.numel()
@@ -40,7 +42,13 @@ class _Native:
 
     def decode(self, static: Tensor, escapes: Tensor, values: Tensor, params: Tensor, threads: int) -> None:
         code = _native.decode(
-            static.data_ptr(), escapes.data_ptr(), escapes.numel(), values.numel(), params.data_ptr(), values.data_ptr(), threads
+            static.data_ptr(),
+            escapes.data_ptr(),
+            escapes.numel(),
+            values.numel(),
+            params.data_ptr(),
+            values.data_ptr(),
+            threads,
         )
         if code:
             raise WireFormatError(f"damaged frame: {_native.message(code)}")

@@ -19,7 +19,9 @@ SEVEN, SIX_AND_ZERO, TABLE = 0, 1, 2
 class _Reference:
     name = "reference"
 
-    def encode(self, values: Tensor, static: Tensor, dynamic: Tensor, count: Tensor, window: Window, threads: int) -> None:
+    def encode(
+        self, values: Tensor, static: Tensor, dynamic: Tensor, count: Tensor, window: Window, threads: int
+    ) -> None:
         numel = values.numel()
         n_blocks, meta_at, blocks_at = sections(numel)
         bits = torch.zeros(n_blocks * BLOCK, dtype=torch.int32, device=values.device)
@@ -63,7 +65,10 @@ class _Reference:
         meta = static[meta_at : meta_at + 2 * n_blocks].view(n_blocks, 2).to(torch.int32)
         base, mode = meta[:, 0], meta[:, 1]
         _require(((mode >= SEVEN) & (mode <= TABLE)).all(), "a block has an unknown mode")
-        lowest, highest = (mode == SIX_AND_ZERO).to(torch.int32), torch.tensor([249, 250, 0], device=base.device)[mode.long()]
+        lowest, highest = (
+            (mode == SIX_AND_ZERO).to(torch.int32),
+            torch.tensor([249, 250, 0], device=base.device)[mode.long()],
+        )
         _require(((base >= lowest) & (base <= highest)).all(), "a block has a window base that is not allowed")
 
         code = torch.zeros(n_blocks, BLOCK, dtype=torch.int32, device=static.device)
@@ -83,7 +88,10 @@ class _Reference:
         exponent = _natural_order(exponent_in_order).view(-1)
         sm = blocks[:, :BLOCK].reshape(-1)
         fillers = torch.arange(n_blocks * BLOCK, device=static.device) >= numel
-        _require(((_natural_order(code).view(-1) == 7) & (sm == 0))[fillers].all(), "fillers of the last block are not fillers")
+        _require(
+            ((_natural_order(code).view(-1) == 7) & (sm == 0))[fillers].all(),
+            "fillers of the last block are not fillers",
+        )
         bits = ((sm & 0x80) << 8) | (exponent << 7) | (sm & 0x7F)
         values.copy_(bits[:numel].to(torch.int16))
 

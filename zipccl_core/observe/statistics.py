@@ -93,7 +93,18 @@ class Statistics:
 
     def table(self) -> str:
         """A table in plain text, a row an operation; sizes in MB (1e6 bytes), times in seconds."""
-        head = ("operation", "calls", "native", "raw MB", "wire MB", "ratio", "escapes", "encode s", "decode s", "wait s")
+        head = (
+            "operation",
+            "calls",
+            "native",
+            "raw MB",
+            "wire MB",
+            "ratio",
+            "escapes",
+            "encode s",
+            "decode s",
+            "wait s",
+        )
         rows = [head]
         for operation in self:
             c = self[operation]
@@ -101,7 +112,13 @@ class Statistics:
             times = (f"{c.encode_s:.3f}", f"{c.decode_s:.3f}", f"{c.wait_s:.3f}")
             rows.append((str(operation), str(c.calls), str(c.native_calls), *sizes, *times))
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
         return "\n".join(lines)
 
     __str__ = table
