@@ -1,4 +1,5 @@
-"""Set-up of the test suite: deepspeed, which prints and warns as it is imported, is imported once here, so that ranks can be forked afterwards."""
+"""Set-up of the test suite: deepspeed, which prints and warns as it is imported, is imported once here, so that ranks
+can be forked afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +15,9 @@ torch.set_num_threads(1)
 
 
 def import_deepspeed() -> None:
-    """Imports deepspeed without its warnings, and without a compiler: its shared-memory op would be built for two minutes."""
+    """Imports deepspeed without its warnings, and without a compiler: its shared-memory op would be built for two
+    minutes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
-        import torch._dynamo.eval_frame
-        import torch._dynamo.polyfills.loader
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

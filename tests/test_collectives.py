@@ -330,7 +330,8 @@ def coalesced(rank: int, world_size: int) -> None:
 
 
 def waits_in_any_order(rank: int, world_size: int) -> None:
-    """Ranks wait for their asynchronous calls in different orders, native calls in between: nothing hangs, nothing is mixed up."""
+    """Ranks wait for their asynchronous calls in different orders, native calls in between: nothing hangs, nothing is
+    mixed up."""
     values = [data(9000, rank, i) for i in range(12)]
     outs = [torch.zeros(9000 * world_size, dtype=BF16) for _ in values]
     works = []
@@ -490,7 +491,8 @@ def test_wrong_sizes_are_a_value_error() -> None:
 
 
 def test_a_dead_peer_is_a_clear_error() -> None:
-    """Rank 1 leaves: what rank 0 started, and what it starts, raises instead of hanging, and names operation, group and peer."""
+    """Rank 1 leaves: what rank 0 started, and what it starts, raises instead of hanging, and names operation, group
+    and peer."""
 
     def run(rank: int, world_size: int) -> str:
         message = ""

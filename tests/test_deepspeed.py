@@ -1,4 +1,5 @@
-"""DeepSpeed trains to the same bits with a `"zipccl"` section as without, on real processes, and the section really does something."""
+"""DeepSpeed trains to the same bits with a `"zipccl"` section as without, on real processes, and the section really
+does something."""
 
 from __future__ import annotations
 
@@ -150,7 +151,8 @@ def test_mixture_of_experts_is_bit_identical() -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_fp32_reductions_equal_a_reference(stage: int) -> None:
-    """`reduction: "fp32"` against native DeepSpeed whose reductions are replaced by a gather and a sum in fp32, in rank order, rounded once."""
+    """`reduction: "fp32"` against native DeepSpeed whose reductions are replaced by a gather and a sum in fp32, in
+    rank order, rounded once."""
 
     def reference(rank: int, world_size: int) -> dict[str, Any]:
         def reduced(tensor: torch.Tensor, average: bool, group: Any) -> torch.Tensor:
@@ -405,7 +407,8 @@ def test_pipeline_parallelism() -> None:
 
 
 def test_hf_trainer(tmp_path: Any) -> None:
-    """The section in a JSON that transformers' Trainer is given: the group exists before DeepSpeed, and Accelerate stands between."""
+    """The section in a JSON that transformers' Trainer is given: the group exists before DeepSpeed, and Accelerate
+    stands between."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
 
@@ -425,7 +428,8 @@ def test_hf_trainer(tmp_path: Any) -> None:
         )
         json = ds_config(2, section)
         arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path), deepspeed=json, bf16=True, max_steps=2, per_device_train_batch_size=2, logging_steps=1,
+            output_dir=str(tmp_path), deepspeed=json, bf16=True, max_steps=2, logging_steps=1,
+            per_device_train_batch_size=2,
             report_to=[], save_strategy="no", learning_rate=1e-2, disable_tqdm=True, seed=1,
         )  # fmt: skip
         model = transformers.LlamaForCausalLM(config)

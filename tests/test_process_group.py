@@ -179,8 +179,8 @@ def steps(model: nn.Module, rank: int) -> torch.Tensor:
 
 
 def test_ddp_and_fsdp2_train_to_the_same_bits() -> None:
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
     def run(rank: int, world_size: int, kind: str) -> tuple[list[str], int]:
         model = Model()

@@ -17,5 +17,6 @@ class ZipCCLPlugin:
     def __init__(self, **fields: Any) -> None:
         raise UnsupportedVersionError(
             "zipccl_accelerate does not work in this version of zipccl. Today, use the torch.distributed backend "
-            '(torch.distributed.init_process_group("zipccl") before Accelerator()) or a "zipccl" section in your DeepSpeed JSON.'
+            '(torch.distributed.init_process_group("zipccl") before Accelerator()) or a "zipccl" section '
+            "in your DeepSpeed JSON."
         )

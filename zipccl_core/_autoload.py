@@ -1,7 +1,9 @@
 """What `import torch` runs where zipccl is installed (entry point `torch.backends`): two registrations, no work.
 
-It makes the backend name `zipccl` known to torch.distributed, and lets a `"zipccl"` section of a DeepSpeed JSON take effect without an
-import in the user's script. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches it off; `zipccl_core.register()` and `zipccl_deepspeed.install()` do the same by hand.
+It makes the backend name `zipccl` known to torch.distributed, and lets a `"zipccl"` section of a DeepSpeed JSON take
+effect without an
+import in the user's script. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches it off; `zipccl_core.register()` and
+`zipccl_deepspeed.install()` do the same by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ BACKEND = "zipccl"
 
 
 def autoload() -> None:
-    """Registers the backend, and `zipccl_deepspeed.install` for when deepspeed is imported. An exception here would break `import torch`, so none leaves."""
+    """Registers the backend, and `zipccl_deepspeed.install` for when deepspeed is imported. An exception here would
+    break `import torch`, so none leaves."""
     try:
         register()
         # a late module of deepspeed: `import deepspeed` may be what imports torch, and be half done by now

@@ -43,8 +43,10 @@ Native = Callable[[], Any]
 class Communicator:
     """Collectives of one group, by torch.distributed's names, carried compressed where the configuration says so.
 
-    Ranks (`src`, `dst`) are ranks in the group. Every call returns a `Work` with `async_op=True`, else None once its output is there. What has no
-    compressed path (another dtype, a GPU tensor, a reduction other than SUM and AVG, a group of one) or is not chosen goes to `native`.
+    Ranks (`src`, `dst`) are ranks in the group. Every call returns a `Work` with `async_op=True`, else None once its
+    output is there. What has no
+    compressed path (another dtype, a GPU tensor, a reduction other than SUM and AVG, a group of one) or is not chosen
+    goes to `native`.
 
     Args:
         group: the torch group whose native operations and point-to-point messages are used.
@@ -91,7 +93,8 @@ class Communicator:
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
-        """Gathers `input`, shape (n, ...), of all ranks into `output`, of world_size times its values. The input may be this rank's part of the output."""
+        """Gathers `input`, shape (n, ...), of all ranks into `output`, of world_size times its values. The input may
+        be this rank's part of the output."""
         native = native or partial(dist.all_gather_into_tensor, output, input, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_GATHER, input, input.numel())
         if plan is None:
@@ -134,7 +137,8 @@ class Communicator:
     ) -> Work | None:
         """Sends the r-th part of `input` (along its first dimension) to rank r. Splits may be uneven and zero.
 
-        Either all ranks pass split sizes or none does: without them the size of the call is a fact that all ranks share and a strategy may use.
+        Either all ranks pass split sizes or none does: without them the size of the call is a fact that all ranks
+            share and a strategy may use.
         """
         native = native or partial(
             dist.all_to_all_single, output, input, output_split_sizes, input_split_sizes, self.group, async_op
@@ -170,7 +174,8 @@ class Communicator:
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
-        """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The output may be that part of the input."""
+        """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The
+        output may be that part of the input."""
         native = native or partial(
             dist.reduce_scatter_tensor, output, input, op=op, group=self.group, async_op=async_op
         )
@@ -234,8 +239,8 @@ class Communicator:
             plan = self._plan(Operation.ALL_REDUCE, tensors[0], sum(tensor.numel() for tensor in tensors), op)
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, *tensors)
-        collective = _Flattened(AllReduce(plan.reduction, op == AVG, _threads(plan)))
-        return self._run(collective, plan, tensors, tensors, async_op, in_place=None)
+        collective = _FlatAllReduce(AllReduce(plan.reduction, op == AVG, _threads(plan)))
+        return self._run(collective, plan, tensors, [], async_op)
 
     # ------------------------------------------------------------------ broadcast and point to point
 
@@ -283,10 +288,12 @@ class Communicator:
     # ------------------------------------------------------------------ the way of every call
 
     def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
-        """The plan of a compressed call, or None for a native one. Everything that it looks at is equal on all ranks."""
+        """The plan of a compressed call, or None for a native one. Everything that it looks at is equal on all
+        ranks."""
         if self.world_size == 1 or not self.config.enabled:
             return None
-        if operation in _REDUCTIONS and not ((op == SUM or op == AVG) and tensor.dtype in REDUCIBLE):
+        # not `op in (SUM, AVG)`, which is always false for the ReduceOp objects that torch passes
+        if operation in _REDUCTIONS and not (tensor.dtype in REDUCIBLE and (op == SUM or op == AVG)):  # noqa: SIM109
             return None
         if tensor.device.type != "cpu":
             if not self._told_about_device and self.config.codec.supports(tensor.dtype):
@@ -328,7 +335,8 @@ class Communicator:
     ) -> Work | None:
         """Carries a compressed call out, here or on the worker.
 
-        Sizes cut a single output or input into one part a rank. `in_place` is the pair of an output and an input part that may be the same memory; where they
+        Sizes cut a single output or input into one part a rank. `in_place` is the pair of an output and an input part
+        that may be the same memory; where they
         overlap otherwise, the output is built beside and copied, so that the whole input has been read before.
         """
         wire = self._wire(collective.operation, plan)
@@ -339,11 +347,11 @@ class Communicator:
                 flat_outputs = [
                     tensor.view(-1) if tensor.is_contiguous() else _empty_flat(tensor) for tensor in outputs
                 ]
-                parts_in = list(flat_inputs[0].split(in_sizes)) if in_sizes else flat_inputs
-                parts_out = list(flat_outputs[0].split(out_sizes)) if out_sizes else flat_outputs
+                parts_in = _cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
+                parts_out = _cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
                 if _collides(parts_out, parts_in, in_place):
                     flat_outputs = [_empty_flat(tensor) for tensor in outputs]
-                    parts_out = list(flat_outputs[0].split(out_sizes)) if out_sizes else flat_outputs
+                    parts_out = _cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
                 collective.run(parts_out, parts_in, wire, plan)
                 for tensor, flat in zip(outputs, flat_outputs, strict=True):
                     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
@@ -365,7 +373,8 @@ class Communicator:
         if not sizes:
             if tensor.numel() and tensor.size(0) % self.world_size:
                 raise ValueError(
-                    f"all_to_all_single: {what} has {tensor.size(0)} rows, not a multiple of the world size {self.world_size}"
+                    f"all_to_all_single: {what} has {tensor.size(0)} rows, "
+                    f"not a multiple of the world size {self.world_size}"
                 )
             return [tensor.numel() // self.world_size] * self.world_size
         _same_numel(f"all_to_all_single: {what} split sizes", len(sizes), "world size", self.world_size)
@@ -375,25 +384,33 @@ class Communicator:
         return [size * row_numel for size in sizes]
 
 
-class _Flattened(Collective):
-    """A collective on several tensors as if they were one."""
+class _FlatAllReduce(Collective):
+    """An all-reduce of several tensors as if they were one."""
 
-    def __init__(self, collective: Collective) -> None:
+    operation = Operation.ALL_REDUCE
+
+    def __init__(self, collective: AllReduce) -> None:
         self._collective = collective
 
-    @property
-    def operation(self) -> Operation:  # type: ignore[override]
-        return self._collective.operation
-
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
-        flat = torch.cat(list(inputs))
+        """The outputs are the inputs."""
+        flat = torch.cat(list(outputs))
         self._collective.run([flat], [flat], wire, plan)
-        for output, values in zip(outputs, flat.split([tensor.numel() for tensor in inputs]), strict=True):
+        for output, values in zip(outputs, _cut(flat, [output.numel() for output in outputs]), strict=True):
             output.copy_(values)
 
 
 def _threads(plan: Plan) -> int:
     return getattr(plan.codec, "threads", None) or torch.get_num_threads()
+
+
+def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Parts of a flat tensor, one after another."""
+    parts, begin = [], 0
+    for size in sizes:
+        parts.append(flat[begin : begin + size])
+        begin += size
+    return parts
 
 
 def _empty_flat(tensor: Tensor) -> Tensor:

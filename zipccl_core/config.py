@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
 
 from zipccl_core.codec.base import Codec, codecs
 from zipccl_core.codec.exponent import ExponentCodec
@@ -52,12 +52,15 @@ class ZipCCLConfig(_Section):
 
     Args:
         enabled: false leaves everything native.
-        codec: what tensors become on the wire: an id (`"exponent"`, `"raw"`, one of your own), a mapping with an `id` and the codec's fields, or an instance.
-        strategy: which calls are compressed: `"threshold"` (default, from 64 KiB on), `"always"`, `"never"`, a mapping with an `id`, or an instance.
-        reduction: order of additions in compressed reduce-scatter and all-reduce. `fp32` adds in rank order in fp32 and rounds once. `gloo` repeats native
-            gloo's order and roundings, bit for bit.
+        codec: what tensors become on the wire: an id (`"exponent"`, `"raw"`, one of your own), a mapping with an `id`
+            and the codec's fields, or an instance.
+        strategy: which calls are compressed: `"threshold"` (default, from 64 KiB on), `"always"`, `"never"`, a
+            mapping with an `id`, or an instance.
+        reduction: order of additions in compressed reduce-scatter and all-reduce. `fp32` adds in rank order in fp32
+            and rounds once. `gloo` repeats native gloo's order and roundings, bit for bit.
         chunk_nbytes: bytes of a tensor in one frame. Encoding, wire and decoding of successive frames overlap.
-        operations: overrides for single operations: `all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce`, `broadcast`, `send_recv`.
+        operations: overrides for single operations: `all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce`,
+            `broadcast`, `send_recv`.
 
     Raises:
         ConfigError: an unknown key or a value that is not allowed; the message names key, value and what is allowed.
@@ -70,16 +73,20 @@ class ZipCCLConfig(_Section):
     chunk_nbytes: ChunkNbytes = 4 << 20
     operations: dict[Operation, OperationConfig] = {}
 
+    _resolved: dict[Operation, tuple[Codec, Strategy, Plan]] = PrivateAttr(default_factory=dict)
+
     @classmethod
     def of(cls, value: ZipCCLConfig | Mapping[str, Any] | None) -> ZipCCLConfig:
-        """A configuration from a mapping (a section of a JSON), from the environment where there is none, or as it is."""
-        if isinstance(value, cls):
+        """A configuration from a mapping (a section of a JSON), from the environment where there is none, or as it
+        is."""
+        if isinstance(value, ZipCCLConfig):
             return value
         return cls.from_env() if value is None else cls(**value)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ZipCCLConfig:
-        """Reads `ZIPCCL_<FIELD>` for every field: JSON where it is JSON, else a string. `ZIPCCL_CODEC=raw`, `ZIPCCL_CODEC='{"id": "exponent", "sigma": 0.02}'`."""
+        """Reads `ZIPCCL_<FIELD>` for every field: JSON where it is JSON, else a string. `ZIPCCL_CODEC=raw`,
+        `ZIPCCL_CODEC='{"id": "exponent", "sigma": 0.02}'`."""
         environ = os.environ if environ is None else environ
         values = {}
         for field in cls.model_fields:
@@ -100,11 +107,9 @@ class ZipCCLConfig(_Section):
 
     def model_post_init(self, context: Any) -> None:
         """Works out what holds for each operation, once."""
-        resolved = {}
         for operation in Operation:
             override = self.operations.get(operation, OperationConfig())
             codec = override.codec or self.codec
             chunk_numel = (override.chunk_nbytes or self.chunk_nbytes) // 2048 * 1024
             plan = Plan(codec, chunk_numel, override.reduction or self.reduction)
-            resolved[operation] = (codec, override.strategy or self.strategy, plan)
-        self.__dict__["_resolved"] = resolved
+            self._resolved[operation] = (codec, override.strategy or self.strategy, plan)

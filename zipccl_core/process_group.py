@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch._C import _distributed_c10d as c10d
 
 from zipccl_core.collective.work import JoinedWork, completed_work
 from zipccl_core.communicator import Communicator
@@ -18,7 +18,8 @@ from zipccl_core.observe.statistics import Statistics
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store, Work
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import Work
 
 logger = logging.getLogger("zipccl")
 
@@ -29,8 +30,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 class ZipCCLProcessGroup(dist.ProcessGroup):
     """A group whose collectives go through a `Communicator`; what that leaves native goes to the inner group.
 
-    Every operation that torch calls by its C++ interface is overridden, even where it is only handed on: one that is not would run in C++ with the GIL held, and
-    deadlock against gloo's thread. For the same reason nothing calls `super()`. Operations have two names, of before and of since torch 2.13; both are here.
+    Every operation that torch calls by its C++ interface is overridden, even where it is only handed on: one that is
+    not would run in C++ with the GIL held, and
+    deadlock against gloo's thread. For the same reason nothing calls `super()`. Operations have two names, of before
+    and of since torch 2.13; both are here.
 
     Args:
         store: for the inner groups' rendezvous.
@@ -43,17 +46,17 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, config: ZipCCLConfig | None = None, name: str = ""
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
         self._plain = dist.ProcessGroup(store, rank, size)
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        gloo = dist.ProcessGroupGloo(c10d.PrefixStore("gloo", store), rank, size, timeout)
         gloo._set_sequence_number_for_group()
         self._add_backend(CPU, GLOO, gloo)
         default = GLOO
         if dist.is_nccl_available() and torch.cuda.is_available():
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._add_backend(CUDA, NCCL, dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options))
+            self._add_backend(CUDA, NCCL, dist.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options))
             default = NCCL
         for group in (self._plain, self):
             group._set_default_backend(default)
@@ -72,7 +75,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ what has a compressed path
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        opts = opts or c10d.AllgatherOptions()
+        opts = _options(c10d.AllgatherOptions, opts)
         return self._work(
             [output],
             self.communicator.all_gather_into_tensor(
@@ -80,8 +83,10 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
             ),
         )
 
-    def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllgatherOptions()
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
+        if isinstance(inputs, torch.Tensor):
+            output_lists, inputs = [output_lists], [inputs]
+        opts = _options(c10d.AllgatherOptions, opts)
         return self._work(
             output_lists[0],
             self.communicator.all_gather(
@@ -94,11 +99,11 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return self._joined(
-            self.all_gather_single, zip(outputs, inputs, strict=True), opts or c10d.AllgatherOptions(), outputs
+            self.all_gather_single, zip(outputs, inputs, strict=True), _options(c10d.AllgatherOptions, opts), outputs
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        opts = opts or c10d.ReduceScatterOptions()
+        opts = _options(c10d.ReduceScatterOptions, opts)
         return self._work(
             [output],
             self.communicator.reduce_scatter_tensor(
@@ -110,8 +115,12 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
             ),
         )
 
-    def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None) -> Work:
-        opts = opts or c10d.ReduceScatterOptions()
+    def reduce_scatter(
+        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
+        if isinstance(outputs, torch.Tensor):
+            outputs, input_lists = [outputs], [input_lists]
+        opts = _options(c10d.ReduceScatterOptions, opts)
         return self._work(
             outputs,
             self.communicator.reduce_scatter(
@@ -125,13 +134,16 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return self._joined(
-            self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts or c10d.ReduceScatterOptions(), outputs
+            self.reduce_scatter_single,
+            zip(outputs, inputs, strict=True),
+            _options(c10d.ReduceScatterOptions, opts),
+            outputs,
         )
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work:
-        opts = opts or c10d.AllToAllOptions()
+        opts = _options(c10d.AllToAllOptions, opts)
         return self._work(
             [output],
             self.communicator.all_to_all_single(
@@ -145,7 +157,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllToAllOptions()
+        opts = _options(c10d.AllToAllOptions, opts)
         return self._work(
             outputs,
             self.communicator.all_to_all(
@@ -153,8 +165,10 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
             ),
         )
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllreduceOptions()
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        opts = _options(c10d.AllreduceOptions, opts)
         return self._work(
             tensors,
             self.communicator.all_reduce(
@@ -163,7 +177,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllreduceCoalescedOptions()
+        opts = _options(c10d.AllreduceCoalescedOptions, opts)
         return self._work(
             tensors,
             self.communicator.all_reduce_coalesced(
@@ -171,8 +185,10 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
             ),
         )
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.BroadcastOptions()
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        opts = _options(c10d.BroadcastOptions, opts)
         return self._work(
             tensors,
             self.communicator.broadcast(
@@ -213,7 +229,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         return self._plain.gather(*args)
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._plain.monitored_barrier(*args, **kwargs)
+        self._plain.monitored_barrier(*args, **kwargs)  # type: ignore[attr-defined]
 
     def reduce(self, *args: Any) -> Work:
         return self._plain.reduce(*args)
@@ -224,7 +240,8 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collects the works up to `_end_coalescing`. Exchanges of frames must not run inside of an NCCL group, so none is opened."""
+        """Collects the works up to `_end_coalescing`. Exchanges of frames must not run inside of an NCCL group, so
+        none is opened."""
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
@@ -243,29 +260,29 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ what a group is asked
 
-    def getBackendName(self) -> str:  # noqa: N802 - C++'s names, here and below
+    def getBackendName(self) -> str:
         return "zipccl"
 
     def name(self) -> str:
         return "zipccl"
 
-    def getRank(self) -> int:  # noqa: N802
+    def getRank(self) -> int:
         return self.communicator.rank
 
-    def getSize(self) -> int:  # noqa: N802
+    def getSize(self) -> int:
         return self.communicator.world_size
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._group_name_text = name
         self.communicator.name = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._group_name_text
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+    def setGroupDesc(self, description: str) -> None:
         self._group_desc_text = description
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._group_desc_text
 
     def get_group_store(self) -> Store:
@@ -279,11 +296,23 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         self._plain.abort()
 
 
+def _options(kind: Any, opts: Any) -> Any:
+    """Options of an operation: as they are, defaults, or made of the ReduceOp or root rank of torch's shorter forms."""
+    if isinstance(opts, kind):
+        return opts
+    options = kind()
+    if isinstance(opts, int):
+        options.rootRank = opts
+    elif opts is not None:
+        options.reduceOp = opts
+    return options
+
+
 def create(options: Any, backend_options: Any) -> ZipCCLProcessGroup:
     """What torch.distributed calls for `init_process_group("zipccl")` and `new_group`.
 
-    The configuration is `pg_options` where that is a ZipCCLConfig or a mapping of its keys; else, for a group made later, the default group's; else
-    what the environment says.
+    The configuration is `pg_options` where that is a ZipCCLConfig or a mapping of its keys; else, for a group made
+    later, the default group's; else what the environment says.
     """
     config = None
     if isinstance(backend_options, (ZipCCLConfig, dict)):

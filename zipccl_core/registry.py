@@ -13,7 +13,8 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class Registry(Generic[T]):
-    """The known subclasses of one interface, by id. An id that is not known yet is looked for among installed entry points."""
+    """The known subclasses of one interface, by id. An id that is not known yet is looked for among installed entry
+    points."""
 
     def __init__(self, kind: str, entry_point_group: str) -> None:
         self.kind, self._group = kind, entry_point_group
@@ -28,7 +29,8 @@ class Registry(Generic[T]):
         known = self._classes.get(id_)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(
-                f"{self.kind} id {id_!r} of {cls.__module__}.{cls.__qualname__} is taken by {known.__module__}.{known.__qualname__}"
+                f"{self.kind} id {id_!r} of {cls.__module__}.{cls.__qualname__} is taken "
+                f"by {known.__module__}.{known.__qualname__}"
             )
         self._classes[id_] = cls
 
@@ -50,7 +52,8 @@ class Registry(Generic[T]):
         return sorted({*self._classes, *(entry_point.name for entry_point in entry_points(group=self._group))})
 
     def resolve(self, value: Any) -> Any:
-        """Makes an instance of what a configuration gives: an id, a mapping with an `id`, or an instance, which stays as it is.
+        """Makes an instance of what a configuration gives: an id, a mapping with an `id`, or an instance, which stays
+        as it is.
 
         Raises:
             ConfigError: an unknown id or field, or a value that is not allowed.

@@ -1,4 +1,5 @@
-"""For authors of codecs, strategies and adapters: groups of ranks in a test, and the contract that every codec must keep."""
+"""For authors of codecs, strategies and adapters: groups of ranks in a test, and the contract that every codec must
+keep."""
 
 from __future__ import annotations
 
@@ -12,12 +13,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from zipccl_core._autoload import register
 from zipccl_core.codec.base import Codec, compress, decompress
@@ -26,7 +29,7 @@ from zipccl_core.codec.reduction import REDUCIBLE, Reduction
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import WireFormatError
 
-__all__ = ["RankFailedError", "bits", "check_codec", "run_ranks", "sample_tensors", "same_bits"]
+__all__ = ["RankFailedError", "bits", "check_codec", "run_ranks", "same_bits", "sample_tensors"]
 
 Result = TypeVar("Result")
 
@@ -53,9 +56,12 @@ def run_ranks(
         fn: finds torch.distributed initialised, with `backend`, as the default group.
         world_size: how many ranks.
         args: for `fn`.
-        backend: `zipccl`, `gloo`, ...; None leaves `init_process_group` to `fn` (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; processes only).
-        launcher: `processes` forks this one, about 50 ms each; the parent must not have run a backward pass. `threads` simulates the ranks as threads of this process:
-            real gloo messages, and a world of its own for every thread. Threads share torch's random state: use generators.
+        backend: `zipccl`, `gloo`, ...; None leaves `init_process_group` to `fn` (RANK, WORLD_SIZE, LOCAL_RANK,
+            MASTER_ADDR and MASTER_PORT are set; processes only).
+        launcher: `processes` forks this one, about 50 ms each; the parent must not have run a backward pass.
+            `threads` simulates the ranks as threads of this process:
+            real gloo messages, and a world of its own for every thread. Threads share torch's random state: use
+            generators.
         config: for the backend `zipccl`.
         timeout: seconds for everything together; also of the group's operations.
 
@@ -99,7 +105,7 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = connection.wait(waiting, timeout)
+        ready: list[Any] = connection.wait(waiting, timeout)
         if not ready:
             missing = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankFailedError(f"ranks {missing} did not end within {timeout} s")
@@ -164,7 +170,7 @@ def _run_threads(
 ) -> list[Result]:
     if backend is None:
         raise ValueError("launcher='threads' needs a backend: environment variables are one set a process")
-    store = dist.HashStore()
+    store = c10d.HashStore()
     results: dict[int, Result] = {}
     errors: dict[int, str] = {}
 
@@ -200,14 +206,15 @@ def _run_threads(
 @contextmanager
 def _world_per_thread() -> Iterator[None]:
     """torch's own way to give every thread a torch.distributed of its own, as its tests do."""
-    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+    threaded: Any = import_module("torch.testing._internal.distributed.multi_threaded_pg")
 
+    isolate: Callable[[bool], None] = getattr(c10d, "_set_thread_isolation_mode")  # noqa: B009 - it has no stub
     threaded._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    isolate(True)
     try:
         yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        isolate(False)
         threaded._uninstall_threaded_pg()
 
 
@@ -224,7 +231,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bit patterns as integers, flat: what losslessness is about. NaN payloads and the sign of zero count."""
+    """A tensor's bit patterns as integers, flat: what losslessness is about. NaN payloads and the sign of zero
+    count."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(_INTEGERS[tensor.element_size()]) if tensor.dtype != torch.bool else flat.view(torch.uint8)
 
@@ -238,7 +246,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def sample_tensors(dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that have broken codecs, each with a name: every length around a block, every pattern, special values, data of all entropies."""
+    """Tensors that have broken codecs, each with a name: every length around a block, every pattern, special values,
+    data of all entropies."""
     generator = torch.Generator().manual_seed(seed)
     itemsize = dtype.itemsize
 
@@ -281,7 +290,8 @@ def check_codec(codec: Codec) -> None:
     2. Its layout depends on numel and dtype only, and no frame exceeds it.
     3. Every bit comes back, whatever the tensor.
     4. Equal tensors give equal bytes, whatever was in the memory before; nothing outside the frame is written.
-    5. A frame names its codec, dtype and numel; damaged headers and truncated frames are a `WireFormatError`, and with a checksum every flipped bit is.
+    5. A frame names its codec, dtype and numel; damaged headers and truncated frames are a `WireFormatError`, and
+       with a checksum every flipped bit is.
     6. `decode_reduce` gives the bits of decoding first and reducing then.
 
     Raises:
@@ -330,7 +340,9 @@ def _check_damage(codec: Codec, dtype: torch.dtype) -> None:
     numel, layout = tensor.numel(), codec.layout(tensor.numel(), dtype)
 
     def rejects(data: torch.Tensor, what: str, by_itself: bool = True) -> None:
-        readers = [lambda: codec.read(Frame(data, numel, dtype, layout), torch.empty(numel, dtype=dtype))]
+        readers: list[Callable[[], object]] = [
+            lambda: codec.read(Frame(data, numel, dtype, layout), torch.empty(numel, dtype=dtype))
+        ]
         if by_itself:
             readers.append(lambda: decompress(data))
         for read in readers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,7 +18,8 @@ SUM = dist.ReduceOp.SUM
 
 
 class Communicators:
-    """The communicators of this process under deepspeed.comm, one a torch group, all with the configuration of the `"zipccl"` section."""
+    """The communicators of this process under deepspeed.comm, one a torch group, all with the configuration of the
+    `"zipccl"` section."""
 
     def __init__(self) -> None:
         self.config: ZipCCLConfig | None = None
@@ -28,17 +29,20 @@ class Communicators:
         """Takes the section of an engine.
 
         Raises:
-            ConfigError: another engine of this process has a different one; they share deepspeed.comm, so they must agree.
+            ConfigError: another engine of this process has a different one; they share deepspeed.comm, so they must
+                agree.
         """
         if self.config is not None and self.config != config:
             raise ConfigError(
-                "two engines in one process have different 'zipccl' sections, but share deepspeed.comm; give both the same.\n"
+                "two engines in one process have different 'zipccl' sections, but share deepspeed.comm; "
+                "give both the same.\n"
                 f"first: {self.config.model_dump_json()}\nsecond: {config.model_dump_json()}"
             )
         self.config = config
 
     def of(self, group: Any) -> Communicator | None:
-        """The communicator of a group; None where calls are DeepSpeed's own: no section, a group that this rank is not in, or a group of one."""
+        """The communicator of a group; None where calls are DeepSpeed's own: no section, a group that this rank is
+        not in, or a group of one."""
         if self.config is None or not self.config.enabled:
             return None
         group = dist.group.WORLD if group is None else group
@@ -87,7 +91,10 @@ def stats() -> Statistics:
 
 
 class ZipCCLBackendMixin:
-    """Overrides of a DeepSpeed comm backend. Ranks in arguments are global ranks. What has no compressed path is the base's, as if this class were not there."""
+    """Overrides of a DeepSpeed comm backend. Ranks in arguments are global ranks. What has no compressed path is the
+    base's, as if this class were not there."""
+
+    _reduce_op: Callable[[Any], Any]
 
     def stats(self) -> Statistics:
         """Same as `zipccl_deepspeed.stats()`."""
@@ -262,7 +269,10 @@ class ZipCCLBackendMixin:
             return super().recv(tensor, src, group, tag)  # type: ignore[misc]
         work = self.irecv(tensor, src, group, tag)
         work.wait()
-        return dist.get_global_rank(group or dist.group.WORLD, work._source_rank()) if src is None else src
+        if src is not None:
+            return src
+        world: Any = dist.group.WORLD
+        return dist.get_global_rank(group or world, work._source_rank())
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> Any:
         """As DeepSpeed's; where a group is compressed, its messages one after another."""

@@ -1,7 +1,9 @@
 """Puts the backend into DeepSpeed, and takes it out again.
 
-DeepSpeed has no registry of comm backends: its global `deepspeed.comm.comm.cdb` is made from the class `TorchBackend`, and an unknown top-level key of its
-JSON is kept, but read by nobody. So two names are replaced: that class, and the constructor of `DeepSpeedConfig`, which sees every JSON before the first large
+DeepSpeed has no registry of comm backends: its global `deepspeed.comm.comm.cdb` is made from the class
+`TorchBackend`, and an unknown top-level key of its
+JSON is kept, but read by nobody. So two names are replaced: that class, and the constructor of `DeepSpeedConfig`,
+which sees every JSON before the first large
 collective, whether DeepSpeed makes the process group, the script has made it already, or `zero.Init` comes first.
 """
 
@@ -85,7 +87,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restores DeepSpeed exactly as it was before `install()`. Calls under way are finished first. Repeating it does nothing."""
+    """Restores DeepSpeed exactly as it was before `install()`. Calls under way are finished first. Repeating it does
+    nothing."""
     global _installation
     if _installation is not None:
         _installation.take_out()

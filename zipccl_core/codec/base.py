@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 class Codec(BaseModel, ABC):
     """Turns a tensor into a self-describing frame and back, bit for bit.
 
-    A subclass gives its `id` as a `Literal` field with a default, and three methods. Defining it registers it. The id names the *wire format*: a
+    A subclass gives its `id` as a `Literal` field with a default, and three methods. Defining it registers it. The id
+    names the *wire format*: a
     change of the bytes that it writes needs a new id, since a frame outlives the code that wrote it.
 
-    The memory is always the caller's: `encode` writes into a frame, `decode` into `out`, on the tensor's device and current stream, and
-    neither waits for the device.
+    The memory is always the caller's: `encode` writes into a frame, `decode` into `out`, on the tensor's device and
+    current stream, and neither waits for the device.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +54,8 @@ class Codec(BaseModel, ABC):
         codecs.register(id_, cls)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype can be encoded; equal on all ranks. Any dtype of the wire format, unless a codec says otherwise."""
+        """Whether tensors of this dtype can be encoded; equal on all ranks. Any dtype of the wire format, unless a
+        codec says otherwise."""
         return dtype in DTYPE_CODES
 
     @abstractmethod
@@ -75,8 +77,8 @@ class Codec(BaseModel, ABC):
     def decode_reduce(self, frames: Sequence[Frame | Tensor], out: Tensor, reduction: Reduction) -> None:
         """Decodes one frame a rank, in rank order, and reduces them into `out`.
 
-        A member of `frames` that is a tensor already (the rank's own contribution) is taken as it is. This default decodes, then adds; a codec
-        with a fused kernel overrides it and keeps the bits.
+        A member of `frames` that is a tensor already (the rank's own contribution) is taken as it is. This default
+        decodes, then adds; a codec with a fused kernel overrides it and keeps the bits.
         """
         parts = []
         for rank, item in enumerate(frames):
@@ -97,12 +99,14 @@ class Codec(BaseModel, ABC):
 
         Args:
             tensor: contiguous, of a supported dtype, any shape.
-            buffer: uint8, contiguous, at least `layout(...).frame_nbytes` long, its start aligned to 8 bytes, on the tensor's device.
+            buffer: uint8, contiguous, at least `layout(...).frame_nbytes` long, its start aligned to 8 bytes, on the
+                tensor's device.
         """
         frame = Frame(buffer, tensor.numel(), tensor.dtype, self.layout(tensor.numel(), tensor.dtype))
         if buffer.numel() < frame.layout.frame_nbytes:
             raise ValueError(
-                f"buffer has {buffer.numel()} bytes, a frame of {tensor.numel()} values needs {frame.layout.frame_nbytes}"
+                f"buffer has {buffer.numel()} bytes; a frame of {tensor.numel()} values needs "
+                f"{frame.layout.frame_nbytes}"
             )
         frame.begin(self.id, self.block_size)
         if frame.layout.always_raw:
@@ -135,7 +139,8 @@ def compress(tensor: Tensor, codec: Codec) -> Tensor:
     """Encodes a tensor into a new frame.
 
     Args:
-        tensor: any shape and memory layout; its dtype must be supported by the codec. The shape is not kept, its numel is.
+        tensor: any shape and memory layout; its dtype must be supported by the codec. The shape is not kept, its
+            numel is.
         codec: for example `ExponentCodec()`.
 
     Returns:
@@ -163,7 +168,7 @@ def decompress(frame: Tensor) -> Tensor:
     header = Header.read(frame)
     dtype = DTYPES[header.dtype]
     try:
-        codec = codecs.get(header.codec_id)()
+        codec: Codec = codecs.resolve(header.codec_id)
     except ConfigError as error:
         raise WireFormatError(str(error)) from None
     if not codec.supports(dtype):

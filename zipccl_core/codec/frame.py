@@ -96,8 +96,8 @@ class Header(NamedTuple):
         """Reads the header at the start of a uint8 buffer and checks what holds for every frame.
 
         Raises:
-            WireFormatError: the buffer is shorter than a header, or magic, version, dtype, flags, checksum kind, dynamic
-                size or a reserved field is not what version 1 allows.
+            WireFormatError: the buffer is shorter than a header, or magic, version, dtype, flags, checksum kind,
+                dynamic size or a reserved field is not what version 1 allows.
         """
         if buffer.numel() < HEADER_NBYTES:
             raise WireFormatError(f"truncated frame: {buffer.numel()} bytes, a header alone has {HEADER_NBYTES}")
@@ -141,7 +141,8 @@ class Header(NamedTuple):
 class Frame:
     """A view over one uint8 tensor: `header | static | dynamic`. It owns no memory and copies none.
 
-    A codec writes `static` and `dynamic` and, where it has a dynamic part, `dynamic_nbytes`; a codec with a static part only touches
+    A codec writes `static` and `dynamic` and, where it has a dynamic part, `dynamic_nbytes`; a codec with a static
+    part only touches
     nothing else. All views live on the buffer's device, so that a kernel can write the count where it stands.
     """
 
@@ -213,16 +214,14 @@ class Frame:
         Raises:
             WireFormatError: a field differs, or the buffer does not hold the frame.
         """
-        wanted = {
-            "dtype": (DTYPES[header.dtype], self.dtype),
-            "numel": (header.numel, self.numel),
-            "codec": (header.codec_id, codec_id),
-            "block_size": (header.block_size, block_size),
-            "static_nbytes": (header.static_nbytes, self.layout.static_nbytes),
-        }
-        for field, (came, want) in wanted.items():
-            if came != want:
-                raise WireFormatError(f"frame has {field} {came}, wanted {want}")
+        came = (DTYPES[header.dtype], header.numel, header.codec_id, header.block_size, header.static_nbytes)
+        wanted = (self.dtype, self.numel, codec_id, block_size, self.layout.static_nbytes)
+        if came != wanted:
+            for field, one, other in zip(
+                ("dtype", "numel", "codec", "block_size", "static_nbytes"), came, wanted, strict=True
+            ):
+                if one != other:
+                    raise WireFormatError(f"frame has {field} {one}, wanted {other}")
         if header.frame_nbytes > self.layout.frame_nbytes:
             raise WireFormatError(
                 f"frame claims {header.frame_nbytes} bytes, {self.numel} values need {self.layout.frame_nbytes} at most"

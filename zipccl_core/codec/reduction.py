@@ -24,8 +24,8 @@ class Reduction(NamedTuple):
     """How one tensor per rank becomes one.
 
     Attributes:
-        order: `fp32`: in rank order, accumulated in fp32, rounded once. `gloo`: in the order of gloo's ring, rounded at every step, bit for bit what a native
-            gloo all_reduce or reduce_scatter gives.
+        order: `fp32`: in rank order, accumulated in fp32, rounded once. `gloo`: in the order of gloo's ring, rounded
+            at every step, bit for bit what a native gloo all_reduce or reduce_scatter gives.
         average: divide by the number of ranks.
         total: numel of the whole tensor that is reduced over all ranks; gloo's order depends on it.
         offset: where in it the reduced part begins.
@@ -39,43 +39,58 @@ class Reduction(NamedTuple):
     threads: int = 1
 
     def reduce(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Reduces contiguous tensors, one a rank in rank order, into contiguous `out` of the same numel. `out` may be one of them."""
-        if self.order == "gloo":
-            self._gloo(parts, out)
-        else:
-            self._fp32(parts, out)
+        """Reduces contiguous tensors, one a rank in rank order, into contiguous `out` of the same numel.
 
-    def _fp32(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        if out.dtype != torch.bfloat16:
-            sums = parts[0].reshape(-1).to(torch.promote_types(out.dtype, torch.float32))
-            for part in parts[1:]:
-                sums = sums + part.reshape(-1)
-            out.reshape(-1).copy_(sums / len(parts) if self.average else sums)
+        `out` may be one of them.
+        """
+        add = _Adder(out.dtype, out.device, self.threads)
+        flat, result = [part.reshape(-1) for part in parts], out.reshape(-1)
+        if self.order == "fp32":
+            add(flat, result, len(parts) if self.average else 1)
             return
-        kernel = kernels.select(out.device)
-        total = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-        for rank, part in enumerate(parts):
-            kernel.accumulate(part.reshape(-1).view(torch.int16), total, rank == 0, self.threads)
-        kernel.round(total, len(parts) if self.average else 1, out.reshape(-1).view(torch.int16), self.threads)
-
-    def _gloo(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Chunk `c` of gloo's ring is `((x[c-1] + x[c-2]) + ...) + x[c]`, ranks modulo the world size."""
         world_size = len(parts)
-        flat = [part.reshape(-1) for part in parts]
-        result = torch.empty_like(flat[0])
         chunk = gloo_chunk_numel(self.total, out.element_size(), world_size)
+        partial = torch.empty_like(result)
         for owner in range(world_size):
             begin = max(owner * chunk - self.offset, 0)
-            end = min((owner + 1) * chunk - self.offset, out.numel())
-            if begin >= end:
-                continue
-            partial = flat[(owner - 1) % world_size][begin:end]
-            for step in range(2, world_size + 1):
-                partial = _add_like_gloo(flat[(owner - step) % world_size][begin:end], partial)
-            result[begin:end] = partial
+            end = min((owner + 1) * chunk - self.offset, result.numel())
+            if begin < end:
+                # gloo's ring: ((x[owner-1] + x[owner-2]) + ...) + x[owner], ranks modulo the world size
+                add([flat[owner - 1][begin:end], flat[owner - 2][begin:end]], partial[begin:end], 1)
+                for step in range(3, world_size + 1):
+                    add([partial[begin:end], flat[owner - step][begin:end]], partial[begin:end], 1)
         if self.average:
-            result.div_(world_size)
-        out.reshape(-1).copy_(result)
+            partial.div_(world_size)
+        result.copy_(partial)
+
+
+class _Adder:
+    """Adds flat tensors of one dtype in fp32 (fp64 for fp64), divides, and rounds once."""
+
+    BLOCK = 1 << 17
+    """Values at a time, so that the sums stay in a core's cache."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, threads: int) -> None:
+        self._kernel = kernels.select(device) if dtype == torch.bfloat16 else None
+        self._threads = threads
+        if self._kernel is not None:
+            self._total = torch.empty(self.BLOCK, dtype=torch.float32, device=device)
+
+    def __call__(self, addends: Sequence[Tensor], out: Tensor, divisor: int) -> None:
+        if self._kernel is None:
+            wide = torch.promote_types(out.dtype, torch.float32)
+            total = addends[0].to(wide)
+            for addend in addends[1:]:
+                total = total + addend
+            out.copy_(total / divisor if divisor != 1 else total)
+            return
+        words, result = [addend.view(torch.int16) for addend in addends], out.view(torch.int16)
+        for begin in range(0, out.numel(), self.BLOCK):
+            end = min(begin + self.BLOCK, out.numel())
+            total = self._total[: end - begin]
+            for i, word in enumerate(words):
+                self._kernel.accumulate(word[begin:end], total, i == 0, self._threads)
+            self._kernel.round(total, divisor, result[begin:end], self._threads)
 
 
 def gloo_chunk_numel(numel: int, itemsize: int, world_size: int) -> int:
@@ -83,13 +98,5 @@ def gloo_chunk_numel(numel: int, itemsize: int, world_size: int) -> int:
     nbytes = numel * itemsize
     n_segments = max(-(-nbytes // GLOO_SEGMENT_NBYTES), 2 * world_size)
     n_segments = -(-n_segments // world_size) * world_size
-    segment_nbytes = -(-(-(-nbytes // n_segments)) // itemsize) * itemsize
-    return n_segments // world_size * segment_nbytes // itemsize
-
-
-def _add_like_gloo(a: Tensor, b: Tensor) -> Tensor:
-    """A sum in the tensors' own dtype. gloo adds scalars, whose NaN is 0x7FC0 in bf16; torch's vectorised sum gives others."""
-    result = a + b
-    if result.dtype == torch.bfloat16:
-        result.view(torch.int16).masked_fill_(result.isnan(), 0x7FC0)
-    return result
+    segment_numel = -(-nbytes // (n_segments * itemsize))
+    return n_segments // world_size * segment_numel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from zipccl_core.codec.reduction import Reduction
@@ -40,8 +41,8 @@ class AllReduce(Collective):
         numel = values.numel()
         part_numel = -(-numel // (wire.world_size * BLOCK)) * BLOCK
         bounds = [min(rank * part_numel, numel) for rank in range(wire.world_size + 1)]
-        parts = [values[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
-        results = [output[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+        parts = [values[begin:end] for begin, end in pairwise(bounds)]
+        results = [output[begin:end] for begin, end in pairwise(bounds)]
         reduction = Reduction(self.order, self.average, numel, bounds[wire.rank], self.threads)
         AllToAllReduceScatter(reduction).run([results[wire.rank]], parts, wire, plan)
         wire.call += 1

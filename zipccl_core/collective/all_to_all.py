@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class AllToAll(Collective):
-    """A frame leaves as soon as it is encoded; what it may need at most is known from the splits, so no sizes are exchanged. Empty splits send nothing."""
+    """A frame leaves as soon as it is encoded; what it may need at most is known from the splits, so no sizes are
+    exchanged. Empty splits send nothing."""
 
     operation = Operation.ALL_TO_ALL
 

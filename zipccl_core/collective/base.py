@@ -22,8 +22,8 @@ DEPTH = 3
 class Collective(ABC):
     """One way to carry out one operation with frames.
 
-    `run` returns when the output is there and the input may be changed. It may wait for peers, but for nothing that a peer does only in a
-    later call; an asynchronous call runs it on the communicator's worker (docs/adr/001).
+    `run` returns when the output is there and the input may be changed. It may wait for peers, but for nothing that a
+    peer does only in a later call; an asynchronous call runs it on the communicator's worker (docs/adr/001).
     """
 
     operation: ClassVar[Operation]
@@ -48,7 +48,8 @@ def exchange(
     dtype: torch.dtype,
     deliver: Callable[[int, dict[int, Frame]], None],
 ) -> None:
-    """Sends values to peers and receives theirs, in chunks: while one is encoded, others are on the wire, and one is decoded.
+    """Sends values to peers and receives theirs, in chunks: while one is encoded, others are on the wire, and one is
+    decoded.
 
     1. Receives for the frames of the first `DEPTH` chunks are posted before anything is sent.
     2. Chunk after chunk is encoded and sent.
@@ -62,7 +63,8 @@ def exchange(
         outgoing: who gets which flat values; what several peers get is encoded once.
         incoming: how many values come from which peer.
         dtype: of all values.
-        deliver: called with a chunk's first value's index and its frames by peer, chunks in order. The frames' memory is reused afterwards.
+        deliver: called with a chunk's first value's index and its frames by peer, chunks in order. The frames' memory
+            is reused afterwards.
     """
 
     def chunks(numel: int) -> int:

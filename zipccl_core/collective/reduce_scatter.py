@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class AllToAllReduceScatter(Collective):
-    """Every rank receives the frames of its own part from all others and reduces them in rank order: the same bits on every run.
+    """Every rank receives the frames of its own part from all others and reduces them in rank order: the same bits on
+    every run.
 
     The output may be this rank's own input: a chunk of it is written after that chunk of the input was read.
 

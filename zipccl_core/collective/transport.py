@@ -31,7 +31,8 @@ class Handle(Protocol):
 class Transport(Protocol):
     """Bytes between the ranks of one group: over a ProcessGroup, or simulated. Ranks are ranks in the group.
 
-    Both calls return at once; the caller keeps the memory alive and unchanged until the handle is done. Messages between two ranks under one tag arrive in
+    Both calls return at once; the caller keeps the memory alive and unchanged until the handle is done. Messages
+    between two ranks under one tag arrive in
     order. A message may be shorter than the memory that receives it, never longer.
     """
 
@@ -48,8 +49,8 @@ class Transport(Protocol):
 class ProcessGroupTransport:
     """A transport over the point-to-point operations of a torch ProcessGroup, or of a backend.
 
-    gloo keeps point-to-point messages apart from its collectives, and by tag from each other, so that one group serves both; it takes a message that is
-    shorter than the memory that was posted for it.
+    gloo keeps point-to-point messages apart from its collectives, and by tag from each other, so that one group
+    serves both; it takes a message that is shorter than the memory that was posted for it.
     """
 
     def __init__(self, group: ProcessGroup, name: str = "") -> None:

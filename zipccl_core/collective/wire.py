@@ -31,9 +31,11 @@ def chunk_tag(call: int, chunk: int) -> int:
 
 
 class Scratch:
-    """Reusable byte buffers: fresh memory costs a page fault for every 4 KiB, as much time as encoding does. Thread-safe.
+    """Reusable byte buffers: fresh memory costs a page fault for every 4 KiB, as much time as encoding does.
+    Thread-safe.
 
-    Sizes are rounded up to powers of two, so that calls of similar size share buffers; what is free beyond `keep_nbytes` is given up.
+    Sizes are rounded up to powers of two, so that calls of similar size share buffers; what is free beyond
+    `keep_nbytes` is given up.
     """
 
     def __init__(self, keep_nbytes: int = 256 << 20) -> None:
@@ -63,8 +65,8 @@ class Scratch:
 class Wire:
     """The frames of one call. Counts and times go to the statistics of its operation when the call is `close`d.
 
-    A frame is one message: the receiver posts as much memory as the layout allows, which follows from numel alone, and the sender sends what
-    the frame really has. So nobody exchanges sizes (docs/adr/002).
+    A frame is one message: the receiver posts as much memory as the layout allows, which follows from numel alone,
+    and the sender sends what the frame really has. So nobody exchanges sizes (docs/adr/002).
     """
 
     def __init__(

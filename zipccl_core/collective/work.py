@@ -1,4 +1,5 @@
-"""Work: what an asynchronous call returns, a real `torch.distributed.Work`; and the thread that carries calls out in order."""
+"""Work: what an asynchronous call returns, a real `torch.distributed.Work`; and the thread that carries calls out in
+order."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ NO_TIMEOUT = timedelta(0)
 class ZipCCLWork(dist.Work):
     """A call that runs on a communicator's worker.
 
-    `wait` raises what the call raised. `get_future` does too: C++ code (DDP's reducer) would read an exception set on a future as a
-    result and crash, so the error is raised inside of a `then`.
+    `wait` raises what the call raised. `get_future` does too: C++ code (DDP's reducer) would read an exception set on
+    a future as a result and crash, so the error is raised inside of a `then`.
     """
 
     def __init__(self, result: list[torch.Tensor]) -> None:
@@ -97,7 +98,8 @@ class LazyWork(ZipCCLWork):
         return self._future.done()
 
     def is_completed(self) -> bool:
-        """Whether the call has ended. Who polls does not wait, so from the first poll on a thread of its own ends the call."""
+        """Whether the call has ended. Who polls does not wait, so from the first poll on a thread of its own ends the
+        call."""
         self._end_in_background()
         return self._future.done()
 
@@ -174,7 +176,8 @@ def completed_work(result: list[torch.Tensor]) -> dist.Work:
 class Worker:
     """Carries calls out one after another, in the order of submission, which is the same on all ranks.
 
-    An asynchronous call is a queue entry for its thread; a synchronous one waits for the queue to drain and runs in the caller's thread. So calls make
+    An asynchronous call is a queue entry for its thread; a synchronous one waits for the queue to drain and runs in
+    the caller's thread. So calls make
     progress whether or not anybody waits for them, and waits may come in any order.
     """
 

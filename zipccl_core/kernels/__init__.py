@@ -28,7 +28,8 @@ class Window(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The kernels of the exponent codec. Values are bf16 bit patterns as int16, contiguous, shape (numel,); parts of a frame are uint8."""
+    """The kernels of the exponent codec. Values are bf16 bit patterns as int16, contiguous, shape (numel,); parts of
+    a frame are uint8."""
 
     name: str
 
@@ -37,7 +38,8 @@ class Kernels(Protocol):
     ) -> None:
         """Writes the static part, the escapes and their number into `count` (int64, shape (1,)).
 
-        Where there are more escapes than bytes in `dynamic`, only a larger `count` is written for certain and the caller makes the frame RAW.
+        Where there are more escapes than bytes in `dynamic`, only a larger `count` is written for certain and the
+        caller makes the frame RAW.
         """
 
     def decode(self, static: Tensor, escapes: Tensor, values: Tensor, params: Tensor, threads: int) -> None:

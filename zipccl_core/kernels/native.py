@@ -1,4 +1,5 @@
-"""The native CPU kernels: the C extension `_native`, built with the package where there is a compiler. Nothing else imports it."""
+"""The native CPU kernels: the C extension `_native`, built with the package where there is a compiler. Nothing else
+imports it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ class Call(NamedTuple):
     Attributes:
         operation: which collective.
         dtype: of the tensors.
-        numel: values that one rank contributes (its input); None where ranks may contribute differently (uneven all-to-all).
+        numel: values that one rank contributes (its input); None where ranks may contribute differently (uneven
+            all-to-all).
         world_size: of the group.
         compressed: the plan that the configuration gives for a compressed call of this operation.
     """
@@ -66,8 +67,10 @@ class Call(NamedTuple):
 class Strategy(BaseModel, ABC):
     """Chooses a plan for a call.
 
-    `choose` must be a pure function of the call: two ranks that choose differently hang the job, so nothing local may enter (no timing, no
-    exception, no value of a tensor). A subclass gives its `id` as a `Literal` field with a default; defining it registers it.
+    `choose` must be a pure function of the call: two ranks that choose differently hang the job, so nothing local may
+    enter (no timing, no
+    exception, no value of a tensor). A subclass gives its `id` as a `Literal` field with a default; defining it
+    registers it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
