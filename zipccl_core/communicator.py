@@ -17,6 +17,7 @@ from zipccl_core.collective.all_reduce import AllReduce
 from zipccl_core.collective.all_to_all import AllToAll
 from zipccl_core.collective.base import Collective
 from zipccl_core.collective.broadcast import TreeBroadcast
+from zipccl_core.collective.memory import collides, cut, empty_flat, require_equal, split_numels
 from zipccl_core.collective.point_to_point import Recv, Send
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
 from zipccl_core.collective.transport import ProcessGroupTransport
@@ -99,7 +100,7 @@ class Communicator:
         plan = self._plan(Operation.ALL_GATHER, input, input.numel())
         if plan is None:
             return self._native(Operation.ALL_GATHER, native, input)
-        _same_numel(
+        require_equal(
             "all_gather_into_tensor: output", output.numel(), "world size times input", self.world_size * input.numel()
         )
         return self._run(
@@ -120,8 +121,8 @@ class Communicator:
         plan = self._plan(Operation.ALL_GATHER, input, max((output.numel() for output in output_list), default=0))
         if plan is None:
             return self._native(Operation.ALL_GATHER, native, input)
-        _same_numel("all_gather: output list", len(output_list), "world size", self.world_size)
-        _same_numel("all_gather: own output", output_list[self.rank].numel(), "input", input.numel())
+        require_equal("all_gather: output list", len(output_list), "world size", self.world_size)
+        require_equal("all_gather: own output", output_list[self.rank].numel(), "input", input.numel())
         return self._run(AllGather(), plan, output_list, [input], async_op, in_place=(self.rank, 0))
 
     # ------------------------------------------------------------------ all-to-all
@@ -148,8 +149,8 @@ class Communicator:
         if plan is None:
             return self._native(Operation.ALL_TO_ALL, native, input)
         out_sizes, in_sizes = (
-            self._split(output, output_split_sizes, "output"),
-            self._split(input, input_split_sizes, "input"),
+            split_numels(output, output_split_sizes, self.world_size, "output"),
+            split_numels(input, input_split_sizes, self.world_size, "input"),
         )
         return self._run(AllToAll(), plan, [output], [input], async_op, out_sizes=out_sizes, in_sizes=in_sizes)
 
@@ -165,8 +166,8 @@ class Communicator:
         plan = self._plan(Operation.ALL_TO_ALL, input_list[0], None)
         if plan is None:
             return self._native(Operation.ALL_TO_ALL, native, *input_list)
-        _same_numel("all_to_all: input list", len(input_list), "world size", self.world_size)
-        _same_numel("all_to_all: output list", len(output_list), "world size", self.world_size)
+        require_equal("all_to_all: input list", len(input_list), "world size", self.world_size)
+        require_equal("all_to_all: output list", len(output_list), "world size", self.world_size)
         return self._run(AllToAll(), plan, output_list, input_list, async_op)
 
     # ------------------------------------------------------------------ reductions
@@ -182,7 +183,7 @@ class Communicator:
         plan = self._plan(Operation.REDUCE_SCATTER, input, input.numel(), op)
         if plan is None:
             return self._native(Operation.REDUCE_SCATTER, native, input)
-        _same_numel(
+        require_equal(
             "reduce_scatter_tensor: input", input.numel(), "world size times output", self.world_size * output.numel()
         )
         reduction = Reduction(plan.reduction, op == AVG, input.numel(), self.rank * output.numel(), _threads(plan))
@@ -210,8 +211,8 @@ class Communicator:
         plan = self._plan(Operation.REDUCE_SCATTER, input_list[0], sum(part.numel() for part in input_list), op)
         if plan is None:
             return self._native(Operation.REDUCE_SCATTER, native, *input_list)
-        _same_numel("reduce_scatter: input list", len(input_list), "world size", self.world_size)
-        _same_numel("reduce_scatter: own input", input_list[self.rank].numel(), "output", output.numel())
+        require_equal("reduce_scatter: input list", len(input_list), "world size", self.world_size)
+        require_equal("reduce_scatter: own input", input_list[self.rank].numel(), "output", output.numel())
         # gloo reduces each member of the list by a ring of its own
         reduction = Reduction(plan.reduction, op == AVG, output.numel(), 0, _threads(plan))
         return self._run(
@@ -344,14 +345,12 @@ class Communicator:
         def call() -> None:
             try:
                 flat_inputs = [tensor.reshape(-1) for tensor in inputs]
-                flat_outputs = [
-                    tensor.view(-1) if tensor.is_contiguous() else _empty_flat(tensor) for tensor in outputs
-                ]
-                parts_in = _cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
-                parts_out = _cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
-                if _collides(parts_out, parts_in, in_place):
-                    flat_outputs = [_empty_flat(tensor) for tensor in outputs]
-                    parts_out = _cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
+                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in outputs]
+                parts_in = cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
+                parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
+                if collides(parts_out, parts_in, in_place):
+                    flat_outputs = [empty_flat(tensor) for tensor in outputs]
+                    parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
                 collective.run(parts_out, parts_in, wire, plan)
                 for tensor, flat in zip(outputs, flat_outputs, strict=True):
                     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
@@ -368,21 +367,6 @@ class Communicator:
         self._worker.run(call)
         return None
 
-    def _split(self, tensor: Tensor, sizes: Sequence[int] | None, what: str) -> list[int]:
-        """Numel of each rank's part of a tensor that is cut along its first dimension."""
-        if not sizes:
-            if tensor.numel() and tensor.size(0) % self.world_size:
-                raise ValueError(
-                    f"all_to_all_single: {what} has {tensor.size(0)} rows, "
-                    f"not a multiple of the world size {self.world_size}"
-                )
-            return [tensor.numel() // self.world_size] * self.world_size
-        _same_numel(f"all_to_all_single: {what} split sizes", len(sizes), "world size", self.world_size)
-        rows = tensor.size(0) if tensor.dim() else 1
-        _same_numel(f"all_to_all_single: sum of {what} split sizes", sum(sizes), f"rows of {what}", rows)
-        row_numel = tensor.numel() // rows if rows else 0
-        return [size * row_numel for size in sizes]
-
 
 class _FlatAllReduce(Collective):
     """An all-reduce of several tensors as if they were one."""
@@ -396,42 +380,9 @@ class _FlatAllReduce(Collective):
         """The outputs are the inputs."""
         flat = torch.cat(list(outputs))
         self._collective.run([flat], [flat], wire, plan)
-        for output, values in zip(outputs, _cut(flat, [output.numel() for output in outputs]), strict=True):
+        for output, values in zip(outputs, cut(flat, [output.numel() for output in outputs]), strict=True):
             output.copy_(values)
 
 
 def _threads(plan: Plan) -> int:
     return getattr(plan.codec, "threads", None) or torch.get_num_threads()
-
-
-def _cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Parts of a flat tensor, one after another."""
-    parts, begin = [], 0
-    for size in sizes:
-        parts.append(flat[begin : begin + size])
-        begin += size
-    return parts
-
-
-def _empty_flat(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _same_numel(what: str, came: int, wanted_what: str, wanted: int) -> None:
-    if came != wanted:
-        raise ValueError(f"{what} has size {came}, but {wanted_what} is {wanted}")
-
-
-def _collides(outputs: Sequence[Tensor], inputs: Sequence[Tensor], in_place: tuple[int, int] | None) -> bool:
-    """Whether an output shares memory with an input, other than the pair that may be the same."""
-
-    def span(tensor: Tensor) -> tuple[int, int]:
-        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
-
-    out_spans, in_spans = [span(tensor) for tensor in outputs], [span(tensor) for tensor in inputs]
-    for i, (out_begin, out_end) in enumerate(out_spans):
-        for j, (in_begin, in_end) in enumerate(in_spans):
-            same = (i, j) == in_place and (out_begin, out_end) == (in_begin, in_end)
-            if out_begin < in_end and in_begin < out_end and not same:
-                return True
-    return False

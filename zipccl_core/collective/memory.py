@@ -1,0 +1,61 @@
+"""Tensors as flat memory: parts, sizes, overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def cut(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Parts of a flat tensor, one after another."""
+    parts, begin = [], 0
+    for size in sizes:
+        parts.append(flat[begin : begin + size])
+        begin += size
+    return parts
+
+
+def empty_flat(tensor: Tensor) -> Tensor:
+    """New flat memory for the values of a tensor."""
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+
+
+def collides(outputs: Sequence[Tensor], inputs: Sequence[Tensor], in_place: tuple[int, int] | None) -> bool:
+    """Whether an output shares memory with an input, other than the pair that may be the same."""
+
+    def span(tensor: Tensor) -> tuple[int, int]:
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+    out_spans, in_spans = [span(tensor) for tensor in outputs], [span(tensor) for tensor in inputs]
+    for i, (out_begin, out_end) in enumerate(out_spans):
+        for j, (in_begin, in_end) in enumerate(in_spans):
+            same = (i, j) == in_place and (out_begin, out_end) == (in_begin, in_end)
+            if out_begin < in_end and in_begin < out_end and not same:
+                return True
+    return False
+
+
+def split_numels(tensor: Tensor, sizes: Sequence[int] | None, world_size: int, what: str) -> list[int]:
+    """Numel of each rank's part of a tensor that is cut along its first dimension."""
+    if not sizes:
+        if tensor.numel() and tensor.size(0) % world_size:
+            raise ValueError(
+                f"all_to_all_single: {what} has {tensor.size(0)} rows, not a multiple of the world size {world_size}"
+            )
+        return [tensor.numel() // world_size] * world_size
+    require_equal(f"all_to_all_single: {what} split sizes", len(sizes), "world size", world_size)
+    rows = tensor.size(0) if tensor.dim() else 1
+    require_equal(f"all_to_all_single: sum of {what} split sizes", sum(sizes), f"rows of {what}", rows)
+    row_numel = tensor.numel() // rows if rows else 0
+    return [size * row_numel for size in sizes]
+
+
+def require_equal(what: str, came: int, wanted_what: str, wanted: int) -> None:
+    """Raises a ValueError that says both sizes where they differ."""
+    if came != wanted:
+        raise ValueError(f"{what} has size {came}, but {wanted_what} is {wanted}")
