@@ -118,11 +118,8 @@ def test_autoload_installs_into_deepspeed(order: str) -> None:
 
 
 def test_autoload_never_breaks_torch() -> None:
-    code = (
-        "import torch, torch.distributed as d; d.Backend.register_backend = None;"
-        + AUTOLOAD
-        + "print(torch.ones(2).sum().item())"
-    )
+    broken = "import torch, torch.distributed as d; d.Backend.register_backend = None"
+    code = f"{broken}; {AUTOLOAD}; print(torch.ones(2).sum().item())"
     assert python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "2.0"
 
 

@@ -182,9 +182,12 @@ class Frame:
         return self.buffer[: self.header.frame_nbytes]
 
     def begin(self, codec_id: str, block_size: int) -> None:
-        """Writes a fresh header: no flags, no checksum, no dynamic bytes."""
+        """First step of the sender: a fresh header, no flags, checksum or dynamic bytes yet; zeros behind the static part."""
         fields = (MAGIC, VERSION, DTYPE_CODES[self.dtype], 0, 0, 0, block_size, codec_id.encode("ascii"), self.numel, 0)
         write_bytes(self.buffer, 0, _HEADER.pack(*fields, self.layout.static_nbytes, 0, b"", 0, 0, b""))
+        static_end = HEADER_NBYTES + self.layout.static_nbytes
+        if padding := -static_end % ALIGNMENT:
+            write_bytes(self.buffer, static_end, bytes(padding))
 
     def write_raw(self, tensor: Tensor) -> None:
         """Makes this a RAW frame of a contiguous tensor: its own bytes, whatever the codec wrote before."""
@@ -203,7 +206,14 @@ class Frame:
         raw.copy_(self.buffer[HEADER_NBYTES : HEADER_NBYTES + raw.numel()])
 
     def seal(self, checksum: str) -> None:
-        """Last step of the sender: the checksum over everything, for which the host reads the frame."""
+        """Last step of the sender: zeros behind the dynamic part, then the checksum over everything.
+
+        On a device, a codec with a dynamic part fills that up to 128 itself; and the host waits for a checksum.
+        """
+        if self.buffer.device.type == "cpu":
+            (dynamic_nbytes,) = struct.unpack("<q", read_bytes(self.buffer, _DYNAMIC_NBYTES_AT, 8))
+            if padding := -dynamic_nbytes % ALIGNMENT:
+                write_bytes(self.buffer, self.layout.static_frame_nbytes + dynamic_nbytes, bytes(padding))
         if checksum != "none":
             write_bytes(self.buffer, _CHECKSUM_AT - 1, bytes([CHECKSUM_KINDS[checksum]]))
             write_bytes(self.buffer, _CHECKSUM_AT, struct.pack("<I", _checksum(self.data)))
