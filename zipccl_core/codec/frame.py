@@ -182,7 +182,7 @@ class Frame:
         return self.buffer[: self.header.frame_nbytes]
 
     def begin(self, codec_id: str, block_size: int) -> None:
-        """First step of the sender: a fresh header, no flags, checksum or dynamic bytes yet; zeros behind the static part."""
+        """First step of the sender: a fresh header, nothing set yet, and zeros behind the static part."""
         fields = (MAGIC, VERSION, DTYPE_CODES[self.dtype], 0, 0, 0, block_size, codec_id.encode("ascii"), self.numel, 0)
         write_bytes(self.buffer, 0, _HEADER.pack(*fields, self.layout.static_nbytes, 0, b"", 0, 0, b""))
         static_end = HEADER_NBYTES + self.layout.static_nbytes
