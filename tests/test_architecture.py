@@ -78,11 +78,14 @@ def test_public_names() -> None:
         zipccl_core.nonsense  # noqa: B018
 
 
+def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+
+
 def python(code: str, **environ: str) -> str:
-    process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environ}, timeout=120,
-    )  # fmt: skip
+    process = run_python(code, **environ)
     assert process.returncode == 0, process.stderr
     return process.stdout.strip()
 
@@ -96,7 +99,7 @@ def test_importing_the_core_imports_no_framework_and_starts_nothing() -> None:
     assert python(code) == "[] 1"
 
 
-AUTOLOAD = "import zipccl_core._autoload as a; a.autoload()"
+AUTOLOAD = "import zipccl_core._autoload as a, zipccl_deepspeed._autoload as b; a.autoload(); b.autoload()"
 
 
 def test_autoload_is_light_and_knows_the_backend() -> None:
@@ -121,6 +124,17 @@ def test_autoload_never_breaks_torch() -> None:
     broken = "import torch, torch.distributed as d; d.Backend.register_backend = None"
     code = f"{broken}; {AUTOLOAD}; print(torch.ones(2).sum().item())"
     assert python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "2.0"
+
+
+def test_autoload_never_breaks_deepspeed() -> None:
+    """A DeepSpeed that ZipCCL does not know goes on without it, and somebody is told."""
+    pytest.importorskip("deepspeed")
+    broken = "import zipccl_deepspeed.installation as i; i._Installation = lambda: {}.unknown"
+    code = f"import torch; {broken}; {AUTOLOAD}; import deepspeed; print(deepspeed.__version__)"
+    process = run_python(code)
+    assert process.returncode == 0
+    assert "zipccl supports deepspeed 0.19" in process.stderr
+    assert "goes on without it" in process.stderr
 
 
 def test_the_repository_stands_alone() -> None:

@@ -38,7 +38,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     metadata = tmp_path / "zipccl-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: zipccl\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[torch.backends]\nzipccl = zipccl_core._autoload:autoload\n")
+    (metadata / "entry_points.txt").write_text(
+        "[torch.backends]\n"
+        "zipccl = zipccl_core._autoload:autoload\nzipccl_deepspeed = zipccl_deepspeed._autoload:autoload\n"
+    )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
 
