@@ -24,6 +24,7 @@ FLOORS = [
     "config",
     "observe",
     "collective",
+    "calls",
     "communicator",
     "process_group",
     "testing",

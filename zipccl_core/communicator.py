@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from zipccl_core.codec.reduction import REDUCIBLE, Reduction
+from zipccl_core.calls import AVG, SUM, Calls, Native
+from zipccl_core.codec.reduction import Reduction
 from zipccl_core.collective.all_gather import AllGather
 from zipccl_core.collective.all_reduce import AllReduce
 from zipccl_core.collective.all_to_all import AllToAll
 from zipccl_core.collective.base import Collective
 from zipccl_core.collective.broadcast import TreeBroadcast
-from zipccl_core.collective.memory import collides, cut, empty_flat, require_equal, split_numels
+from zipccl_core.collective.memory import cut, require_equal, split_numels
 from zipccl_core.collective.point_to_point import Recv, Send
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
-from zipccl_core.collective.transport import ProcessGroupTransport
-from zipccl_core.collective.wire import Scratch, Wire
-from zipccl_core.collective.work import LazyWork, Worker
-from zipccl_core.config import ZipCCLConfig
-from zipccl_core.errors import ZipCCLError
-from zipccl_core.observe.statistics import Statistics
+from zipccl_core.collective.wire import Wire
+from zipccl_core.collective.work import LazyWork
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup, Work
-
-    from zipccl_core.collective.transport import Transport
-
-logger = logging.getLogger("zipccl")
-
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-_REDUCTIONS = (Operation.REDUCE_SCATTER, Operation.ALL_REDUCE)
-Native = Callable[[], Any]
+    from torch.distributed import Work
 
 
-class Communicator:
+class Communicator(Calls):
     """Collectives of one group, by torch.distributed's names, carried compressed where the configuration says so.
 
     Ranks (`src`, `dst`) are ranks in the group. Every call returns a `Work` with `async_op=True`, else None once its
@@ -55,39 +42,6 @@ class Communicator:
         transport: moves the bytes; by default over the group's point-to-point operations.
         name: for messages.
     """
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        config: ZipCCLConfig | Mapping[str, Any] | None = None,
-        *,
-        transport: Transport | None = None,
-        name: str = "",
-    ) -> None:
-        self.group = group
-        self.name = name or str(getattr(group, "group_name", "") or "default")
-        self.transport = transport or ProcessGroupTransport(group, self.name)
-        self.rank, self.world_size = self.transport.rank, self.transport.world_size
-        self._statistics = Statistics()
-        self._scratch = Scratch()
-        self._worker = Worker(f"zipccl-{self.name}")
-        self._call_numbers = itertools.count(step=2)  # an all-reduce uses two
-        self._messages: list[LazyWork] = []
-        self._told_about_device = False
-        self.configure(ZipCCLConfig.of(config))
-
-    def configure(self, config: ZipCCLConfig) -> None:
-        """Changes the configuration; all ranks must do so between the same two calls."""
-        self.config = config
-        self._plans: dict[tuple[Operation, torch.dtype, int | None], Plan] = {}
-
-    def stats(self) -> Statistics:
-        """The counters of this group so far."""
-        return self._statistics
-
-    def close(self) -> None:
-        """Ends the worker thread after the calls under way."""
-        self._worker.stop()
 
     # ------------------------------------------------------------------ gathers
 
@@ -279,93 +233,6 @@ class Communicator:
                     tensor.copy_(flat.view(tensor.shape))
 
         return self._keep(LazyWork([tensor], finish, lambda: recv.source))
-
-    def _keep(self, work: LazyWork) -> LazyWork:
-        """Keeps a message's memory alive until it has left or arrived, even where the caller drops the work."""
-        self._messages = [message for message in self._messages if not message.has_ended()]
-        self._messages.append(work)
-        return work
-
-    # ------------------------------------------------------------------ the way of every call
-
-    def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
-        """The plan of a compressed call, or None for a native one. Everything that it looks at is equal on all
-        ranks."""
-        if self.world_size == 1 or not self.config.enabled:
-            return None
-        # not `op in (SUM, AVG)`, which is always false for the ReduceOp objects that torch passes
-        if operation in _REDUCTIONS and not (tensor.dtype in REDUCIBLE and (op == SUM or op == AVG)):  # noqa: SIM109
-            return None
-        if tensor.device.type != "cpu":
-            if not self._told_about_device and self.config.codec.supports(tensor.dtype):
-                self._told_about_device = True
-                logger.warning(
-                    "zipccl: group %r: tensors on %s are sent natively; only CPU tensors are compressed so far",
-                    self.name,
-                    tensor.device.type,
-                )
-            return None
-        key = (operation, tensor.dtype, numel)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self.config.plan(operation, tensor.dtype, numel, self.world_size)
-        return plan if plan.codec is not None else None
-
-    def _native(self, operation: Operation, native: Native, *tensors: Tensor) -> Work | None:
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self._statistics.add(operation, calls=1, native_calls=1, native_nbytes=nbytes)
-        work: Work | None = native()
-        return work
-
-    def _wire(self, operation: Operation, plan: Plan) -> Wire:
-        assert plan.codec is not None
-        self._statistics.add(operation, calls=1)
-        return Wire(self.transport, self._scratch, self._statistics, operation, plan.codec, next(self._call_numbers))
-
-    def _run(
-        self,
-        collective: Collective,
-        plan: Plan,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        async_op: bool,
-        *,
-        out_sizes: list[int] | None = None,
-        in_sizes: list[int] | None = None,
-        in_place: tuple[int, int] | None = None,
-    ) -> Work | None:
-        """Carries a compressed call out, here or on the worker.
-
-        Sizes cut a single output or input into one part a rank. `in_place` is the pair of an output and an input part
-        that may be the same memory; where they
-        overlap otherwise, the output is built beside and copied, so that the whole input has been read before.
-        """
-        wire = self._wire(collective.operation, plan)
-
-        def call() -> None:
-            try:
-                flat_inputs = [tensor.reshape(-1) for tensor in inputs]
-                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in outputs]
-                parts_in = cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
-                parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
-                if collides(parts_out, parts_in, in_place):
-                    flat_outputs = [empty_flat(tensor) for tensor in outputs]
-                    parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
-                collective.run(parts_out, parts_in, wire, plan)
-                for tensor, flat in zip(outputs, flat_outputs, strict=True):
-                    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-                        tensor.copy_(flat.view(tensor.shape))
-            except ZipCCLError as error:
-                raise type(error)(
-                    f"{collective.operation} on rank {self.rank} of group {self.name!r}: {error}"
-                ) from error
-            finally:
-                wire.close()
-
-        if async_op:
-            return self._worker.submit(call, list(outputs))
-        self._worker.run(call)
-        return None
 
 
 class _FlatAllReduce(Collective):
