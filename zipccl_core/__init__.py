@@ -1,6 +1,7 @@
 """ZipCCL: the collectives of LLM training, losslessly compressed.
 
-The names below are imported when they are first used, so that the entry point which `import torch` runs costs nothing.
+The names below are imported when they are first used, so that the entry point which `import torch` runs costs
+nothing.
 """
 
 from importlib import import_module

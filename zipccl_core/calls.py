@@ -73,8 +73,7 @@ class Calls:
         self._worker.stop()
 
     def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
-        """The plan of a compressed call, or None for a native one. Everything that it looks at is equal on all
-        ranks."""
+        """The plan of a compressed call, or None for a native one. All that it looks at is equal on all ranks."""
         if self.world_size == 1 or not self.config.enabled:
             return None
         # not `op in (SUM, AVG)`, which is always false for the ReduceOp objects that torch passes
@@ -123,8 +122,8 @@ class Calls:
         """Carries a compressed call out, here or on the worker.
 
         Sizes cut a single output or input into one part a rank. `in_place` is the pair of an output and an input part
-        that may be the same memory; where they
-        overlap otherwise, the output is built beside and copied, so that the whole input has been read before.
+        that may be the same memory; where they overlap otherwise, the output is built beside and copied, so that the
+        whole input has been read before.
         """
         wire = self._wire(collective.operation, plan)
 

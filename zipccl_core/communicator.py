@@ -32,9 +32,8 @@ class Communicator(Calls):
     """Collectives of one group, by torch.distributed's names, carried compressed where the configuration says so.
 
     Ranks (`src`, `dst`) are ranks in the group. Every call returns a `Work` with `async_op=True`, else None once its
-    output is there. What has no
-    compressed path (another dtype, a GPU tensor, a reduction other than SUM and AVG, a group of one) or is not chosen
-    goes to `native`.
+    output is there. What has no compressed path (another dtype, a GPU tensor, a reduction other than SUM and AVG, a
+    group of one) or is not chosen goes to `native`.
 
     Args:
         group: the torch group whose native operations and point-to-point messages are used.
@@ -48,8 +47,8 @@ class Communicator(Calls):
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
-        """Gathers `input`, shape (n, ...), of all ranks into `output`, of world_size times its values. The input may
-        be this rank's part of the output."""
+        """Gathers `input`, shape (n, ...), of all ranks into `output`, of world_size times its values. The input may be
+        this rank's part of the output."""
         native = native or partial(dist.all_gather_into_tensor, output, input, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_GATHER, input, input.numel())
         if plan is None:
@@ -93,7 +92,7 @@ class Communicator(Calls):
         """Sends the r-th part of `input` (along its first dimension) to rank r. Splits may be uneven and zero.
 
         Either all ranks pass split sizes or none does: without them the size of the call is a fact that all ranks
-            share and a strategy may use.
+        share and a strategy may use.
         """
         native = native or partial(
             dist.all_to_all_single, output, input, output_split_sizes, input_split_sizes, self.group, async_op
@@ -129,8 +128,8 @@ class Communicator(Calls):
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
-        """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The
-        output may be that part of the input."""
+        """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The output
+        may be that part of the input."""
         native = native or partial(
             dist.reduce_scatter_tensor, output, input, op=op, group=self.group, async_op=async_op
         )

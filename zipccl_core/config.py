@@ -77,8 +77,7 @@ class ZipCCLConfig(_Section):
 
     @classmethod
     def of(cls, value: ZipCCLConfig | Mapping[str, Any] | None) -> ZipCCLConfig:
-        """A configuration from a mapping (a section of a JSON), from the environment where there is none, or as it
-        is."""
+        """A configuration from a mapping (a section of a JSON), from the environment for None, or as it is."""
         if isinstance(value, ZipCCLConfig):
             return value
         return cls.from_env() if value is None else cls(**value)

@@ -31,9 +31,8 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     """A group whose collectives go through a `Communicator`; what that leaves native goes to the inner group.
 
     Every operation that torch calls by its C++ interface is overridden, even where it is only handed on: one that is
-    not would run in C++ with the GIL held, and
-    deadlock against gloo's thread. For the same reason nothing calls `super()`. Operations have two names, of before
-    and of since torch 2.13; both are here.
+    not would run in C++ with the GIL held, and deadlock against gloo's thread. For the same reason nothing calls
+    `super()`. Operations have two names, of before and of since torch 2.13; both are here.
 
     Args:
         store: for the inner groups' rendezvous.
@@ -240,8 +239,8 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collects the works up to `_end_coalescing`. Exchanges of frames must not run inside of an NCCL group, so
-        none is opened."""
+        """Collects the works up to `_end_coalescing`. Exchanges of frames must not run inside of an NCCL group, so none
+        is opened."""
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:

@@ -41,8 +41,8 @@ class Communicators:
         self.config = config
 
     def of(self, group: Any) -> Communicator | None:
-        """The communicator of a group; None where calls are DeepSpeed's own: no section, a group that this rank is
-        not in, or a group of one."""
+        """The communicator of a group; None where calls are DeepSpeed's own: no section, a group that this rank is not
+        in, or a group of one."""
         if self.config is None or not self.config.enabled:
             return None
         group = dist.group.WORLD if group is None else group

@@ -1,10 +1,9 @@
 """Puts the backend into DeepSpeed, and takes it out again.
 
 DeepSpeed has no registry of comm backends: its global `deepspeed.comm.comm.cdb` is made from the class
-`TorchBackend`, and an unknown top-level key of its
-JSON is kept, but read by nobody. So two names are replaced: that class, and the constructor of `DeepSpeedConfig`,
-which sees every JSON before the first large
-collective, whether DeepSpeed makes the process group, the script has made it already, or `zero.Init` comes first.
+`TorchBackend`, and an unknown top-level key of its JSON is kept, but read by nobody. So two names are replaced: that
+class, and the constructor of `DeepSpeedConfig`, which sees every JSON before the first large collective, whether
+DeepSpeed makes the process group, the script has made it already, or `zero.Init` comes first.
 """
 
 from __future__ import annotations
@@ -99,7 +98,8 @@ def read_section(ds_config: dict[str, Any]) -> None:
     """Takes the `"zipccl"` section of a DeepSpeed JSON, where there is one.
 
     Raises:
-        ConfigError: it is not a mapping, or has a wrong key or value; the message names key, value and what is allowed.
+        ConfigError: it is not a mapping, or has a wrong key or value; the message names key, value and what is
+            allowed.
     """
     section = ds_config.get(SECTION)
     if section is None:

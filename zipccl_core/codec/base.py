@@ -24,8 +24,8 @@ class Codec(BaseModel, ABC):
     """Turns a tensor into a self-describing frame and back, bit for bit.
 
     A subclass gives its `id` as a `Literal` field with a default, and three methods. Defining it registers it. The id
-    names the *wire format*: a
-    change of the bytes that it writes needs a new id, since a frame outlives the code that wrote it.
+    names the *wire format*: a change of the bytes that it writes needs a new id, since a frame outlives the code that
+    wrote it.
 
     The memory is always the caller's: `encode` writes into a frame, `decode` into `out`, on the tensor's device and
     current stream, and neither waits for the device.

@@ -24,14 +24,14 @@ class ExponentCodec(Codec):
     """Lossless for every bf16 bit pattern; wire format `exponent` (docs/wire-format.md, section 3).
 
     Sign and mantissa stay as they are (8 bits), the exponent becomes a 3-bit code, and an exponent outside of the
-    window an escape of a byte: about
-    11.2 bits a value for what is normally distributed. By default every block of 1024 values has a window of its own,
-       placed by the mean of its exponents.
+    window an escape of a byte: about 11.2 bits a value for what is normally distributed. By default every block of
+    1024 values has a window of its own, placed by the mean of its exponents.
 
     Args:
         sigma: the standard deviation of the values, for one window placed by theory (arXiv 2604.27844, section 3)
             instead.
-        table: seven different biased exponents in descending order of use, for an arbitrary table instead of a window.
+        table: seven different biased exponents in descending order of use, for an arbitrary table instead of a
+            window.
         kernels: which implementation does it. `auto` takes the fastest there is for the tensor's device. All write
             the same bytes.
         threads: CPU threads of the native kernel; by default as many as torch's intra-op setting

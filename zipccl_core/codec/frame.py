@@ -142,8 +142,8 @@ class Frame:
     """A view over one uint8 tensor: `header | static | dynamic`. It owns no memory and copies none.
 
     A codec writes `static` and `dynamic` and, where it has a dynamic part, `dynamic_nbytes`; a codec with a static
-    part only touches
-    nothing else. All views live on the buffer's device, so that a kernel can write the count where it stands.
+    part only touches nothing else. All views live on the buffer's device, so that a kernel can write the count where
+    it stands.
     """
 
     __slots__ = ("buffer", "dtype", "layout", "numel")

@@ -21,8 +21,7 @@ class AllGather(Collective):
     operation = Operation.ALL_GATHER
 
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
-        """One input; one output a rank, of as many values as that rank's input. Ranks may contribute different
-        numbers."""
+        """One input; one output a rank, of as many values as that rank's input, which ranks may have differently."""
         (values,) = inputs
         own = outputs[wire.rank]
         if own.data_ptr() != values.data_ptr():

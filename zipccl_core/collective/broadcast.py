@@ -53,8 +53,7 @@ class TreeBroadcast(Collective):
 
 
 def tree(rank: int, source: int, world_size: int) -> tuple[int | None, list[int]]:
-    """Parent (None at the source) and children of a rank in the binomial tree, those with the largest subtrees
-    first."""
+    """Parent (None at the source) and children of a rank in the binomial tree, largest subtrees first."""
     position = (rank - source) % world_size
     lowest = position & -position if position else 1 << (world_size - 1).bit_length()
     parent = None if position == 0 else (position - lowest + source) % world_size

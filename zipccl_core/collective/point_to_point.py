@@ -30,8 +30,8 @@ class Send:
 
 
 class Recv:
-    """A tensor on its way from one peer, or from any (`peer` None): all receives are posted at once, so that they
-    match sends in order."""
+    """A tensor on its way from one peer, or from any (`peer` None): all receives are posted at once, so that they match
+    sends in order."""
 
     def __init__(self, values: Tensor, peer: int | None, tag: int, wire: Wire, plan: Plan) -> None:
         self._wire, self._tag = wire, tag

@@ -32,8 +32,8 @@ class Transport(Protocol):
     """Bytes between the ranks of one group: over a ProcessGroup, or simulated. Ranks are ranks in the group.
 
     Both calls return at once; the caller keeps the memory alive and unchanged until the handle is done. Messages
-    between two ranks under one tag arrive in
-    order. A message may be shorter than the memory that receives it, never longer.
+    between two ranks under one tag arrive in order. A message may be shorter than the memory that receives it, never
+    longer.
     """
 
     rank: int

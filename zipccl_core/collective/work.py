@@ -177,8 +177,8 @@ class Worker:
     """Carries calls out one after another, in the order of submission, which is the same on all ranks.
 
     An asynchronous call is a queue entry for its thread; a synchronous one waits for the queue to drain and runs in
-    the caller's thread. So calls make
-    progress whether or not anybody waits for them, and waits may come in any order.
+    the caller's thread. So calls make progress whether or not anybody waits for them, and waits may come in any
+    order.
     """
 
     def __init__(self, name: str) -> None:

@@ -28,8 +28,8 @@ class Window(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The kernels of the exponent codec. Values are bf16 bit patterns as int16, contiguous, shape (numel,); parts of
-    a frame are uint8."""
+    """The kernels of the exponent codec. Values are bf16 bit patterns as int16, contiguous, shape (numel,); parts of a
+    frame are uint8."""
 
     name: str
 

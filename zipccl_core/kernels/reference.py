@@ -106,8 +106,8 @@ class _Reference:
 
 
 def choose_windows(sample: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-    """Base and mode for each block from its sampled exponents: section 3 of the wire format, "Choosing base and
-    mode", step by step.
+    """Base and mode for each block from its sampled exponents: section 3 of the wire format, "Choosing base and mode",
+    step by step.
 
     Args:
         sample: int32, shape (n_blocks, 128).

@@ -11,8 +11,8 @@ from zipccl_core.strategy.base import Operation
 
 @dataclass
 class OperationStatistics:
-    """What one operation did on this rank. Bytes are of compressed calls and count what this rank sent, unless they
-    say otherwise.
+    """What one operation did on this rank. Bytes are of compressed calls and count what this rank sent, unless they say
+    otherwise.
 
     Attributes:
         calls: all calls, native ones too.
@@ -83,8 +83,7 @@ class Statistics:
         return total
 
     def flat(self, prefix: str = "zipccl") -> dict[str, float]:
-        """Every counter and the ratio as a float under `zipccl/<operation>/<counter>`: what trackers and monitors
-        take."""
+        """Every counter, and the ratio, as a float under `zipccl/<operation>/<counter>`: what trackers take."""
         values = {}
         for operation in self:
             counters = self[operation]

@@ -68,9 +68,8 @@ class Strategy(BaseModel, ABC):
     """Chooses a plan for a call.
 
     `choose` must be a pure function of the call: two ranks that choose differently hang the job, so nothing local may
-    enter (no timing, no
-    exception, no value of a tensor). A subclass gives its `id` as a `Literal` field with a default; defining it
-    registers it.
+    enter (no timing, no exception, no value of a tensor). A subclass gives its `id` as a `Literal` field with a
+    default; defining it registers it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -8,8 +8,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bit patterns as integers, flat: what losslessness is about. NaN payloads and the sign of zero
-    count."""
+    """A tensor's bit patterns as integers, flat. NaN payloads and the sign of zero count."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(_INTEGERS[tensor.element_size()]) if tensor.dtype != torch.bool else flat.view(torch.uint8)
 

@@ -49,9 +49,8 @@ def run_ranks(
         backend: `zipccl`, `gloo`, ...; None leaves `init_process_group` to `fn` (RANK, WORLD_SIZE, LOCAL_RANK,
             MASTER_ADDR and MASTER_PORT are set; processes only).
         launcher: `processes` forks this one, about 50 ms each; the parent must not have run a backward pass.
-            `threads` simulates the ranks as threads of this process:
-            real gloo messages, and a world of its own for every thread. Threads share torch's random state: use
-            generators.
+            `threads` simulates the ranks as threads of this process: real gloo messages, and a world of its own for
+            every thread. Threads share torch's random state: use generators.
         config: for the backend `zipccl`.
         timeout: seconds for everything together; also of the group's operations.
 
