@@ -26,6 +26,7 @@ import zipccl_deepspeed
 from zipccl_core import ConfigError, ZipCCLConfig
 
 BF16 = torch.bfloat16
+SUM = dist.ReduceOp.SUM
 ALL = {"strategy": "always", "reduction": "gloo"}
 OPERATIONS = {
     0: {"all_reduce"},
@@ -163,7 +164,8 @@ def test_fp32_reductions_equal_a_reference(stage: int) -> None:
                 total = total + part.float()
             return (total / len(parts) if average else total).to(tensor.dtype)
 
-        backend = ds_comm_impl.TorchBackend
+        from deepspeed.comm.torch import TorchBackend as backend
+
         native_all_reduce, native_reduce_scatter = backend.all_reduce, backend.reduce_scatter_tensor
 
         def all_reduce(
@@ -176,16 +178,16 @@ def test_fp32_reductions_equal_a_reference(stage: int) -> None:
             return tensor.copy_(reduced(tensor, op == dist.ReduceOp.AVG, group))
 
         def reduce_scatter_tensor(
-            self: Any, output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+            self: Any, output_tensor: Any, input_tensor: Any, op: Any = SUM, group: Any = None, async_op: bool = False
         ) -> Any:
             op = self._reduce_op(op)
-            if input.dtype != BF16:
-                return native_reduce_scatter(self, output, input, op, group, async_op)
+            if input_tensor.dtype != BF16:
+                return native_reduce_scatter(self, output_tensor, input_tensor, op, group, async_op)
             assert not async_op
-            whole = reduced(input, op == dist.ReduceOp.AVG, group)
-            return output.copy_(
-                whole.view(-1)[dist.get_rank(group) * output.numel() :][: output.numel()].view(output.shape)
-            )
+            whole = reduced(input_tensor, op == dist.ReduceOp.AVG, group).view(-1)
+            numel = output_tensor.numel()
+            own = whole[dist.get_rank(group) * numel :][:numel]
+            return output_tensor.copy_(own.view(output_tensor.shape))
 
         backend.all_reduce, backend.reduce_scatter_tensor = all_reduce, reduce_scatter_tensor
         return train(rank, world_size, ds_config(stage, None))
@@ -461,7 +463,7 @@ def test_hf_trainer(tmp_path: Any) -> None:
     ("section", "message"),
     [
         ({"codecc": "raw"}, "unknown key 'codecc' .*allowed: enabled, codec"),
-        ({"codec": "exponnt"}, "unknown codec 'exponnt'; known: exponent, raw"),
+        ({"codec": "exponnt"}, "unknown codec 'exponnt'; known: .*exponent, .*raw"),
         ({"reduction": "fp16"}, "reduction = 'fp16'.*'fp32' or 'gloo'"),
         ("on", "must be a mapping"),
     ],
@@ -493,6 +495,7 @@ def test_uninstall_restores_deepspeed() -> None:
         from deepspeed.comm.torch import TorchBackend
         from deepspeed.runtime.config import DeepSpeedConfig
 
+        zipccl_deepspeed.uninstall()  # where zipccl is installed, it has installed itself
         original = DeepSpeedConfig.__init__
         deepspeed.init_distributed(verbose=False)  # before install: the backend is adopted
         backend = ds_comm_impl.cdb
