@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zipccl_core import ConfigError, ZipCCLConfig, ZipCCLProcessGroup
+from zipccl_core import Communicator, ConfigError, ZipCCLConfig, ZipCCLProcessGroup
 from zipccl_core.testing import run_ranks, same_bits
 
 BF16 = torch.bfloat16
@@ -121,6 +121,30 @@ def test_two_groups_from_two_threads() -> None:
         assert not errors, errors
 
     run_ranks(run, 2, config=ALWAYS)
+
+
+def test_two_communicators_on_one_group() -> None:
+    """An adapter's and a user's own: their calls do not mix, even where ranks interleave them differently."""
+
+    def run(rank: int, world_size: int) -> None:
+        pair = [Communicator(dist.group.WORLD, ALWAYS) for _ in range(2)]
+        outs = [[torch.zeros(40_000 * world_size, dtype=BF16) for _ in range(6)] for _ in pair]
+        works = []
+        for step in range(12):
+            which = step % 2 if rank else step // 6  # rank 0 makes all calls of the first, then all of the second
+            index = step // 2 if rank else step % 6
+            value = normal(40_000, 1000 * which + 10 * index + rank)
+            works.append(pair[which].all_gather_into_tensor(outs[which][index], value, async_op=True))
+        for work in works:
+            work.wait()
+        for which in range(2):
+            for index, out in enumerate(outs[which]):
+                wanted = [normal(40_000, 1000 * which + 10 * index + r) for r in range(world_size)]
+                assert same_bits(out, torch.cat(wanted))
+        for communicator in pair:
+            communicator.close()
+
+    run_ranks(run, 2, backend="gloo")
 
 
 def test_device_mesh_dtensor_and_functional_collectives() -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
 
 from zipccl_core.errors import TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
+
+
+COLLECTIVE_TAG = 1 << 30
+"""Set in the tags of messages of collectives; bits 0 to 26 tell them apart. Users' own tags are small numbers."""
+_SPACE_SHIFT, _SPACES = 27, 8
 
 
 class Handle(Protocol):
@@ -50,27 +56,36 @@ class ProcessGroupTransport:
     """A transport over the point-to-point operations of a torch ProcessGroup, or of a backend.
 
     gloo keeps point-to-point messages apart from its collectives, and by tag from each other, so that one group
-    serves both; it takes a message that is shorter than the memory that was posted for it.
+    serves both; it takes a message that is shorter than the memory that was posted for it. Transports that share a
+    group (an adapter's and a user's own) have tags of their own, if all ranks make them in the same order.
     """
+
+    _made: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
 
     def __init__(self, group: ProcessGroup, name: str = "") -> None:
         self._group = group
         self._name = name or str(getattr(group, "group_name", ""))
         self.rank, self.world_size = group.rank(), group.size()
+        earlier = self._made.get(group, 0)
+        self._made[group] = earlier + 1
+        self._space = (earlier % _SPACES) << _SPACE_SHIFT
+
+    def _tag(self, tag: int) -> int:
+        return tag | self._space if tag & COLLECTIVE_TAG else tag
 
     def send(self, data: Tensor, peer: int, tag: int) -> Handle:
         """Sends contiguous bytes."""
-        return _Message(
-            partial(self._group.send, [data], peer, tag), f"send of {data.numel()} bytes to rank {peer}", self._name
-        )
+        post = partial(self._group.send, [data], peer, self._tag(tag))
+        return _Message(post, f"send of {data.numel()} bytes to rank {peer}", self._name)
 
     def recv(self, data: Tensor, peer: int | None, tag: int) -> Handle:
         """Receives bytes."""
         if peer is None:
-            post = partial(self._group.recv_anysource, [data], tag)
-            return _Message(post, f"receive of up to {data.numel()} bytes from any rank", self._name)
-        post = partial(self._group.recv, [data], peer, tag)
-        return _Message(post, f"receive of up to {data.numel()} bytes from rank {peer}", self._name)
+            post = partial(self._group.recv_anysource, [data], self._tag(tag))
+        else:
+            post = partial(self._group.recv, [data], peer, self._tag(tag))
+        source = "any rank" if peer is None else f"rank {peer}"
+        return _Message(post, f"receive of up to {data.numel()} bytes from {source}", self._name)
 
 
 class _Message:

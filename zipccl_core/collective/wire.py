@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zipccl_core.codec.frame import HEADER_NBYTES, Frame, Header
-from zipccl_core.collective.transport import Handle, Transport
+from zipccl_core.collective.transport import COLLECTIVE_TAG, Handle, Transport
 from zipccl_core.errors import WireFormatError
 
 if TYPE_CHECKING:
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from zipccl_core.observe.statistics import Statistics
     from zipccl_core.strategy.base import Operation
 
-# Messages of collectives have tags of their own, with bit 30 set; users' own tags are small numbers.
-_OURS, _CALLS, _CHUNKS = 1 << 30, 1 << 14, 1 << 16
+_CALLS, _CHUNKS = 1 << 12, 1 << 15
 
 
 def chunk_tag(call: int, chunk: int) -> int:
     """The tag of chunk number `chunk` of call number `call` of a group."""
-    return _OURS | (call % _CALLS) << 16 | chunk % _CHUNKS
+    return COLLECTIVE_TAG | (call % _CALLS) << 15 | chunk % _CHUNKS
 
 
 class Scratch:
