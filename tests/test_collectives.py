@@ -428,7 +428,9 @@ def test_like_native_gloo(case: Callable[[int, int], None], world_size: int) -> 
 
 
 @pytest.mark.parametrize(
-    "case", [all_gather, all_to_all, reductions_like_gloo, broadcast_and_messages], ids=lambda case: case.__name__
+    "case",
+    [all_gather, all_to_all, reductions_like_gloo, broadcast_and_messages, coalesced],
+    ids=lambda case: case.__name__,
 )
 def test_eight_ranks(case: Callable[[int, int], None]) -> None:
     run_ranks(case, 8, config=SMALL_CHUNKS, timeout=200)
