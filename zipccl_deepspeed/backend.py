@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -104,23 +105,17 @@ class ZipCCLBackendMixin:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         """As DeepSpeed's."""
-        native = super().all_gather_into_tensor  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(output_tensor, input_tensor, group, async_op)
-        return communicator.all_gather_into_tensor(
-            output_tensor, input_tensor, async_op, native=lambda: native(output_tensor, input_tensor, group, async_op)
-        )
+        native = partial(super().all_gather_into_tensor, output_tensor, input_tensor, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.all_gather_into_tensor(output_tensor, input_tensor, async_op, native)
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         """As DeepSpeed's."""
-        native = super().all_gather  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(tensor_list, tensor, group, async_op)
-        return communicator.all_gather(
-            tensor_list, tensor, async_op, native=lambda: native(tensor_list, tensor, group, async_op)
-        )
+        native = partial(super().all_gather, tensor_list, tensor, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.all_gather(tensor_list, tensor, async_op, native)
 
     def all_gather_coalesced(
         self,
@@ -130,8 +125,8 @@ class ZipCCLBackendMixin:
         async_op: bool = False,
     ) -> Any:
         """As DeepSpeed's on a GPU; on a CPU, one all-gather after another."""
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None or any(tensor.device.type != "cpu" for tensor in input_tensors):
+        on_cpu = all(tensor.device.type == "cpu" for tensor in input_tensors)
+        if COMMUNICATORS.of(group) is None or not on_cpu:
             return super().all_gather_coalesced(output_tensors, input_tensors, group, async_op)  # type: ignore[misc]
         pairs = zip(output_tensors, input_tensors, strict=True)
         works = [self.all_gather_into_tensor(output, input, group, async_op) for output, input in pairs]
@@ -141,55 +136,35 @@ class ZipCCLBackendMixin:
         self, output_tensor: Tensor, input_tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         """As DeepSpeed's."""
-        native = super().reduce_scatter_tensor  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(output_tensor, input_tensor, op, group, async_op)
-        return communicator.reduce_scatter_tensor(
-            output_tensor,
-            input_tensor,
-            self._reduce_op(op),
-            async_op,
-            native=lambda: native(output_tensor, input_tensor, op, group, async_op),
-        )
+        native = partial(super().reduce_scatter_tensor, output_tensor, input_tensor, op, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.reduce_scatter_tensor(output_tensor, input_tensor, self._reduce_op(op), async_op, native)
 
     def reduce_scatter(
         self, output: Tensor, input_list: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         """As DeepSpeed's."""
-        native = super().reduce_scatter  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(output, input_list, op, group, async_op)
-        return communicator.reduce_scatter(
-            output,
-            input_list,
-            self._reduce_op(op),
-            async_op,
-            native=lambda: native(output, input_list, op, group, async_op),
-        )
+        native = partial(super().reduce_scatter, output, input_list, op, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.reduce_scatter(output, input_list, self._reduce_op(op), async_op, native)
 
     def all_reduce(self, tensor: Tensor, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
         """As DeepSpeed's."""
-        native = super().all_reduce  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(tensor, op, group, async_op)
-        return communicator.all_reduce(
-            tensor, self._reduce_op(op), async_op, native=lambda: native(tensor, op, group, async_op)
-        )
+        native = partial(super().all_reduce, tensor, op, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.all_reduce(tensor, self._reduce_op(op), async_op, native)
 
     def all_reduce_coalesced(
         self, tensors: list[Tensor], op: Any = SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         """As DeepSpeed's."""
-        native = super().all_reduce_coalesced  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(tensors, op, group, async_op)
-        return communicator.all_reduce_coalesced(
-            tensors, self._reduce_op(op), async_op, native=lambda: native(tensors, op, group, async_op)
-        )
+        native = partial(super().all_reduce_coalesced, tensors, op, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.all_reduce_coalesced(tensors, self._reduce_op(op), async_op, native)
 
     def all_to_all_single(
         self,
@@ -201,14 +176,11 @@ class ZipCCLBackendMixin:
         async_op: bool = False,
     ) -> Any:
         """As DeepSpeed's."""
-        native = super().all_to_all_single  # type: ignore[misc]
-        splits = (output_split_sizes, input_split_sizes)
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(output, input, *splits, group, async_op)
-        return communicator.all_to_all_single(
-            output, input, *splits, async_op, native=lambda: native(output, input, *splits, group, async_op)
-        )
+        tensors_and_splits = (output, input, output_split_sizes, input_split_sizes)
+        native = partial(super().all_to_all_single, *tensors_and_splits, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.all_to_all_single(*tensors_and_splits, async_op, native)
 
     def all_to_all(
         self,
@@ -218,43 +190,31 @@ class ZipCCLBackendMixin:
         async_op: bool = False,
     ) -> Any:
         """As DeepSpeed's."""
-        native = super().all_to_all  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(output_tensor_list, input_tensor_list, group, async_op)
-        return communicator.all_to_all(
-            output_tensor_list,
-            input_tensor_list,
-            async_op,
-            native=lambda: native(output_tensor_list, input_tensor_list, group, async_op),
-        )
+        native = partial(super().all_to_all, output_tensor_list, input_tensor_list, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.all_to_all(output_tensor_list, input_tensor_list, async_op, native)
 
     def broadcast(self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
         """As DeepSpeed's."""
-        native = super().broadcast  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(tensor, src, group, async_op)
-        return communicator.broadcast(
-            tensor, _in_group(group, src), async_op, native=lambda: native(tensor, src, group, async_op)
-        )
+        native = partial(super().broadcast, tensor, src, group, async_op)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.broadcast(tensor, _in_group(group, src), async_op, native)
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
         """As DeepSpeed's."""
-        native = super().isend  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(tensor, dst, group, tag)
-        return communicator.isend(tensor, _in_group(group, dst), tag, native=lambda: native(tensor, dst, group, tag))
+        native = partial(super().isend, tensor, dst, group, tag)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.isend(tensor, _in_group(group, dst), tag, native)
 
     def irecv(self, tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
         """As DeepSpeed's."""
-        native = super().irecv  # type: ignore[misc]
-        communicator = COMMUNICATORS.of(group)
-        if communicator is None:
-            return native(tensor, src, group, tag)
-        source = None if src is None else _in_group(group, src)
-        return communicator.irecv(tensor, source, tag, native=lambda: native(tensor, src, group, tag))
+        native = partial(super().irecv, tensor, src, group, tag)  # type: ignore[misc]
+        if (communicator := COMMUNICATORS.of(group)) is None:
+            return native()
+        return communicator.irecv(tensor, None if src is None else _in_group(group, src), tag, native)
 
     def send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
         """As DeepSpeed's."""

@@ -8,6 +8,7 @@ import pickle
 import socket
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from datetime import timedelta
 from importlib import import_module
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,45 +59,65 @@ def run_ranks(
         RankFailedError: a rank failed; the others are stopped (processes) or left behind (threads).
     """
     register()
-    launch = _run_processes if launcher == "processes" else _run_threads
-    return launch(fn, world_size, args, backend, config, timeout)
+    job = _Job(fn, args, world_size, backend, config, timeout)
+    return _in_processes(job) if launcher == "processes" else _in_threads(job)
 
 
-def _run_processes(
-    fn: Callable[..., Result],
-    world_size: int,
-    args: tuple[Any, ...],
-    backend: str | None,
-    config: ZipCCLConfig | None,
-    timeout: float,
-) -> list[Result]:
+class _Job(NamedTuple):
+    """What every rank does."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    backend: str | None
+    config: ZipCCLConfig | None
+    timeout: float
+
+    def run(self, rank: int, **rendezvous: Any) -> Any:
+        if self.backend is not None:
+            dist.init_process_group(
+                self.backend,
+                rank=rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=self.timeout),
+                pg_options=self.config,
+                **rendezvous,
+            )
+        result = self.fn(rank, self.world_size, *self.args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        return result
+
+
+def _in_processes(job: _Job) -> list[Any]:
     context = get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         pipes, processes = [], []
-        for rank in range(world_size):
+        for rank in range(job.world_size):
             parent, child = context.Pipe(duplex=False)
-            target_args = (fn, rank, world_size, args, backend, config, timeout, Path(folder, "store"), port, child)
-            process = context.Process(target=_child, args=target_args, daemon=True)
+            process = context.Process(target=_child, args=(job, rank, Path(folder, "store"), port, child), daemon=True)
             process.start()
             child.close()
             pipes.append(parent)
             processes.append(process)
         try:
-            return _collect(pipes, timeout)
+            return _collect(pipes, job.timeout)
         finally:
             for process in processes:
-                process.kill() if process.is_alive() else None
+                process.kill()
                 process.join()
 
 
 def _collect(pipes: list[Any], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready: list[Any] = connection.wait(waiting, timeout)
+        missing = [rank for rank in range(len(pipes)) if rank not in results]
+        waiting = [pipes[rank] for rank in missing]
+        ready: list[Any] = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
-            missing = [rank for rank in range(len(pipes)) if rank not in results]
             raise RankFailedError(f"ranks {missing} did not end within {timeout} s")
         for pipe in ready:
             rank = pipes.index(pipe)
@@ -110,86 +131,47 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _child(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    backend: str | None,
-    config: ZipCCLConfig | None,
-    timeout: float,
-    store: Path,
-    port: int,
-    pipe: Any,
-) -> None:
-    faulthandler.dump_traceback_later(timeout, exit=False)
+def _child(job: _Job, rank: int, store: Path, port: int, pipe: Any) -> None:
+    faulthandler.dump_traceback_later(job.timeout, exit=False)
     torch.set_num_threads(1)  # a forked process cannot use the parent's OpenMP threads
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        if backend is not None:
-            dist.init_process_group(
-                backend,
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-                pg_options=config,
-            )
-        outcome = (True, fn(rank, world_size, *args))
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+        message = pickle.dumps((True, job.run(rank, init_method=f"file://{store}")))
     except BaseException:
-        outcome = (False, traceback.format_exc())
+        message = pickle.dumps((False, traceback.format_exc()))
     faulthandler.cancel_dump_traceback_later()
-    pipe.send_bytes(pickle.dumps(outcome))
+    pipe.send_bytes(message)
     pipe.close()
     os._exit(0)  # no exit handlers of the parent's
 
 
-def _run_threads(
-    fn: Callable[..., Result],
-    world_size: int,
-    args: tuple[Any, ...],
-    backend: str | None,
-    config: ZipCCLConfig | None,
-    timeout: float,
-) -> list[Result]:
-    if backend is None:
+def _in_threads(job: _Job) -> list[Any]:
+    if job.backend is None:
         raise ValueError("launcher='threads' needs a backend: environment variables are one set a process")
     store = c10d.HashStore()
-    results: dict[int, Result] = {}
+    results: dict[int, Any] = {}
     errors: dict[int, str] = {}
 
     def body(rank: int) -> None:
         try:
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=timeout),
-                pg_options=config,
-            )
-            results[rank] = fn(rank, world_size, *args)
-            dist.barrier()
-            dist.destroy_process_group()
+            results[rank] = job.run(rank, store=store)
         except BaseException:
             errors[rank] = traceback.format_exc()
 
+    deadline = time.monotonic() + job.timeout
     with _world_per_thread():
-        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(job.world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout)
+            thread.join(max(0.0, deadline - time.monotonic()))
     for rank, error in errors.items():  # the first to fail first
         raise RankFailedError(f"rank {rank} raised:\n{error}")
-    if len(results) < world_size:
-        raise RankFailedError(f"ranks {sorted(set(range(world_size)) - set(results))} did not end within {timeout} s")
-    return [results[rank] for rank in range(world_size)]
+    missing = [rank for rank in range(job.world_size) if rank not in results]
+    if missing:
+        raise RankFailedError(f"ranks {missing} did not end within {job.timeout} s")
+    return [results[rank] for rank in range(job.world_size)]
 
 
 @contextmanager
