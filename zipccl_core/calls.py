@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,11 @@ import torch.distributed as dist
 
 from zipccl_core.codec.reduction import REDUCIBLE
 from zipccl_core.collective.base import Collective
-from zipccl_core.collective.memory import collides, cut, empty_flat
+from zipccl_core.collective.memory import collides, cut, empty_flat, is_plain
 from zipccl_core.collective.transport import ProcessGroupTransport
-from zipccl_core.collective.wire import Scratch, Wire
-from zipccl_core.collective.work import LazyWork, Worker
+from zipccl_core.collective.wire import Wire
+from zipccl_core.collective.work import LazyWork
+from zipccl_core.collective.worker import Worker
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import ZipCCLError
 from zipccl_core.observe.statistics import Statistics
@@ -34,6 +36,7 @@ Native = Callable[[], Any]
 
 _REDUCTIONS = (Operation.REDUCE_SCATTER, Operation.ALL_REDUCE)
 _MOST_PLANS = 4096
+_MOST_MESSAGES = 64
 
 
 class Calls:
@@ -46,16 +49,16 @@ class Calls:
         *,
         transport: Transport | None = None,
         name: str = "",
+        space: int | None = None,
     ) -> None:
         self.group = group
         self.name = name or str(getattr(group, "group_name", "") or "default")
-        self.transport = transport or ProcessGroupTransport(group, self.name)
+        self.transport = transport or ProcessGroupTransport(group, self.name, space)
         self.rank, self.world_size = self.transport.rank, self.transport.world_size
         self._statistics = Statistics()
-        self._scratch = Scratch()
         self._worker = Worker(f"zipccl-{self.name}")
         self._call_numbers = itertools.count(step=2)  # an all-reduce uses two
-        self._messages: list[LazyWork] = []
+        self._messages: deque[LazyWork] = deque()
         self._told_about_device = False
         self.configure(ZipCCLConfig.of(config))
 
@@ -74,7 +77,7 @@ class Calls:
 
     def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
         """The plan of a compressed call, or None for a native one. All that it looks at is equal on all ranks."""
-        if self.world_size == 1 or not self.config.enabled:
+        if self.world_size == 1 or not self.config.enabled or not is_plain(tensor):
             return None
         # not `op in (SUM, AVG)`, which is always false for the ReduceOp objects that torch passes
         if operation in _REDUCTIONS and not (tensor.dtype in REDUCIBLE and (op == SUM or op == AVG)):  # noqa: SIM109
@@ -102,10 +105,10 @@ class Calls:
         work: Work | None = native()
         return work
 
-    def _wire(self, operation: Operation, plan: Plan) -> Wire:
+    def _wire(self, operation: Operation, plan: Plan, call: int = 0) -> Wire:
         assert plan.codec is not None
         self._statistics.add(operation, calls=1)
-        return Wire(self.transport, self._scratch, self._statistics, operation, plan.codec, next(self._call_numbers))
+        return Wire(self.transport, self._statistics, operation, plan.codec, call)
 
     def _run(
         self,
@@ -117,15 +120,18 @@ class Calls:
         *,
         out_sizes: list[int] | None = None,
         in_sizes: list[int] | None = None,
-        in_place: tuple[int, int] | None = None,
+        in_place: Collection[tuple[int, int]] = (),
     ) -> Work | None:
         """Carries a compressed call out, here or on the worker.
 
-        Sizes cut a single output or input into one part a rank. `in_place` is the pair of an output and an input part
+        Sizes cut a single output or input into one part a rank. `in_place` has the pairs of an output and an input part
         that may be the same memory; where they overlap otherwise, the output is built beside and copied, so that the
         whole input has been read before.
         """
-        wire = self._wire(collective.operation, plan)
+        tensors = [*outputs, *inputs]
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError(f"{collective.operation}: dtypes differ: {[str(tensor.dtype) for tensor in tensors]}")
+        wire = self._wire(collective.operation, plan, next(self._call_numbers))
 
         def call() -> None:
             try:
@@ -148,12 +154,15 @@ class Calls:
                 wire.close()
 
         if async_op:
-            return self._worker.submit(call, list(outputs))
+            return self._worker.submit(call, list(outputs or inputs))
         self._worker.run(call)
         return None
 
     def _keep(self, work: LazyWork) -> LazyWork:
         """Keeps a message's memory alive until it has left or arrived, even where the caller drops the work."""
-        self._messages = [message for message in self._messages if not message.has_ended()]
         self._messages.append(work)
+        while self._messages and self._messages[0].has_ended():
+            self._messages.popleft()
+        if len(self._messages) > _MOST_MESSAGES:  # nobody waits for them
+            self._messages.popleft().end_in_background()
         return work

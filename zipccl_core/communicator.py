@@ -16,9 +16,10 @@ from zipccl_core.collective.all_reduce import AllReduce
 from zipccl_core.collective.all_to_all import AllToAll
 from zipccl_core.collective.base import Collective
 from zipccl_core.collective.broadcast import TreeBroadcast
-from zipccl_core.collective.memory import cut, require_equal, split_numels
+from zipccl_core.collective.memory import cut, empty_flat, require_equal, split_numels
 from zipccl_core.collective.point_to_point import Recv, Send
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
+from zipccl_core.collective.transport import COLLECTIVE_TAG
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.work import LazyWork
 from zipccl_core.strategy.base import Operation, Plan
@@ -63,7 +64,7 @@ class Communicator(Calls):
             [input],
             async_op,
             out_sizes=[input.numel()] * self.world_size,
-            in_place=(self.rank, 0),
+            in_place=[(self.rank, 0)],
         )
 
     def all_gather(
@@ -76,7 +77,7 @@ class Communicator(Calls):
             return self._native(Operation.ALL_GATHER, native, input)
         require_equal("all_gather: output list", len(output_list), "world size", self.world_size)
         require_equal("all_gather: own output", output_list[self.rank].numel(), "input", input.numel())
-        return self._run(AllGather(), plan, output_list, [input], async_op, in_place=(self.rank, 0))
+        return self._run(AllGather(), plan, output_list, [input], async_op, in_place=[(self.rank, 0)])
 
     # ------------------------------------------------------------------ all-to-all
 
@@ -89,16 +90,12 @@ class Communicator(Calls):
         async_op: bool = False,
         native: Native | None = None,
     ) -> Work | None:
-        """Sends the r-th part of `input` (along its first dimension) to rank r. Splits may be uneven and zero.
-
-        Either all ranks pass split sizes or none does: without them the size of the call is a fact that all ranks
-        share and a strategy may use.
-        """
+        """Sends the r-th part of `input` (along its first dimension) to rank r. Splits may be uneven and zero."""
         native = native or partial(
             dist.all_to_all_single, output, input, output_split_sizes, input_split_sizes, self.group, async_op
         )
-        even = not output_split_sizes and not input_split_sizes
-        plan = self._plan(Operation.ALL_TO_ALL, input, input.numel() if even else None)
+        # by dtype alone: some ranks may pass split sizes where others pass none, so that no rank knows what all know
+        plan = self._plan(Operation.ALL_TO_ALL, input, None)
         if plan is None:
             return self._native(Operation.ALL_TO_ALL, native, input)
         out_sizes, in_sizes = (
@@ -148,7 +145,7 @@ class Communicator(Calls):
             [input],
             async_op,
             in_sizes=in_sizes,
-            in_place=(0, self.rank),
+            in_place=[(0, self.rank)],
         )
 
     def reduce_scatter(
@@ -169,7 +166,7 @@ class Communicator(Calls):
         # gloo reduces each member of the list by a ring of its own
         reduction = Reduction(plan.reduction, op == AVG, output.numel(), 0, _threads(plan))
         return self._run(
-            AllToAllReduceScatter(reduction), plan, [output], input_list, async_op, in_place=(0, self.rank)
+            AllToAllReduceScatter(reduction), plan, [output], input_list, async_op, in_place=[(0, self.rank)]
         )
 
     def all_reduce(
@@ -181,7 +178,7 @@ class Communicator(Calls):
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, tensor)
         collective = AllReduce(plan.reduction, op == AVG, _threads(plan))
-        return self._run(collective, plan, [tensor], [tensor], async_op, in_place=(0, 0))
+        return self._run(collective, plan, [tensor], [tensor], async_op, in_place=[(0, 0)])
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False, native: Native | None = None
@@ -194,7 +191,8 @@ class Communicator(Calls):
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, *tensors)
         collective = _FlatAllReduce(AllReduce(plan.reduction, op == AVG, _threads(plan)))
-        return self._run(collective, plan, tensors, [], async_op)
+        same = [(i, i) for i in range(len(tensors))]
+        return self._run(collective, plan, tensors, tensors, async_op, in_place=same)
 
     # ------------------------------------------------------------------ broadcast and point to point
 
@@ -204,34 +202,39 @@ class Communicator(Calls):
         plan = self._plan(Operation.BROADCAST, tensor, tensor.numel())
         if plan is None:
             return self._native(Operation.BROADCAST, native, tensor)
-        return self._run(TreeBroadcast(src), plan, [tensor], [], async_op)
+        own, others = ([tensor], []) if self.rank == src else ([], [tensor])
+        return self._run(TreeBroadcast(src), plan, others, own, async_op)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0, native: Native | None = None) -> Work | None:
         """Sends `tensor` to rank `dst` of the group. The receiver needs the same dtype and numel."""
         native = native or partial(dist.isend, tensor, group=self.group, tag=tag, group_dst=dst)
-        plan = self._plan(Operation.SEND_RECV, tensor, tensor.numel())
-        if plan is None or not tensor.numel():
+        plan = self._message_plan(tensor, tag)
+        if plan is None:
             return self._native(Operation.SEND_RECV, native, tensor)
         with torch.no_grad():
-            send = Send(tensor.reshape(-1), dst, tag, self._wire(Operation.SEND_RECV, plan), plan)
+            send = Send(tensor.reshape(-1), dst, tag, self._wire(Operation.SEND_RECV, plan))
         return self._keep(LazyWork([tensor], send.finish, lambda: None))
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, native: Native | None = None) -> Work | None:
         """Receives `tensor` from rank `src` of the group, or from any."""
         native = native or partial(dist.irecv, tensor, group=self.group, tag=tag, group_src=src)
-        plan = self._plan(Operation.SEND_RECV, tensor, tensor.numel())
-        if plan is None or not tensor.numel():
+        plan = self._message_plan(tensor, tag)
+        if plan is None:
             return self._native(Operation.SEND_RECV, native, tensor)
-        flat = tensor.view(-1) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=tensor.dtype)
-        recv = Recv(flat, src, tag, self._wire(Operation.SEND_RECV, plan), plan)
+        flat = tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor)
+        recv = Recv(flat, src, tag, self._wire(Operation.SEND_RECV, plan))
 
         def finish() -> None:
-            with torch.no_grad():
-                recv.finish()
-                if not tensor.is_contiguous():
-                    tensor.copy_(flat.view(tensor.shape))
+            recv.finish()
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
 
         return self._keep(LazyWork([tensor], finish, lambda: recv.source))
+
+    def _message_plan(self, tensor: Tensor, tag: int) -> Plan | None:
+        if tag >= COLLECTIVE_TAG:
+            raise ValueError(f"tag {tag} is one of ZipCCL's own; use tags below {COLLECTIVE_TAG}")
+        return self._plan(Operation.SEND_RECV, tensor, tensor.numel()) if tensor.numel() else None
 
 
 class _FlatAllReduce(Collective):
@@ -243,8 +246,8 @@ class _FlatAllReduce(Collective):
         self._collective = collective
 
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
-        """The outputs are the inputs."""
-        flat = torch.cat(list(outputs))
+        """As many outputs as inputs."""
+        flat = torch.cat(list(inputs))
         self._collective.run([flat], [flat], wire, plan)
         for output, values in zip(outputs, cut(flat, [output.numel() for output in outputs]), strict=True):
             output.copy_(values)

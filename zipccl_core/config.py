@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from zipccl_core.codec.base import Codec, codecs
 from zipccl_core.codec.exponent import ExponentCodec
@@ -73,8 +73,6 @@ class ZipCCLConfig(_Section):
     chunk_nbytes: ChunkNbytes = 4 << 20
     operations: dict[Operation, OperationConfig] = {}
 
-    _resolved: dict[Operation, tuple[Codec, Strategy, Plan]] = PrivateAttr(default_factory=dict)
-
     @classmethod
     def of(cls, value: ZipCCLConfig | Mapping[str, Any] | None) -> ZipCCLConfig:
         """A configuration from a mapping (a section of a JSON), from the environment for None, or as it is."""
@@ -99,16 +97,13 @@ class ZipCCLConfig(_Section):
 
     def plan(self, operation: Operation, dtype: Any, numel: int | None, world_size: int) -> Plan:
         """The plan for one call, from facts that are equal on all ranks."""
-        codec, strategy, compressed = self._resolved[operation]
+        override = self.operations.get(operation, OperationConfig())
+        codec, strategy = override.codec or self.codec, override.strategy or self.strategy
         if not codec.supports(dtype):
             return NATIVE
+        chunk_numel = (override.chunk_nbytes or self.chunk_nbytes) // 2048 * 1024
+        compressed = Plan(codec, chunk_numel, override.reduction or self.reduction)
         return strategy.choose(Call(operation, dtype, numel, world_size, compressed))
 
-    def model_post_init(self, context: Any) -> None:
-        """Works out what holds for each operation, once."""
-        for operation in Operation:
-            override = self.operations.get(operation, OperationConfig())
-            codec = override.codec or self.codec
-            chunk_numel = (override.chunk_nbytes or self.chunk_nbytes) // 2048 * 1024
-            plan = Plan(codec, chunk_numel, override.reduction or self.reduction)
-            self._resolved[operation] = (codec, override.strategy or self.strategy, plan)
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from zipccl_core.collective.work import JoinedWork, completed_work
 from zipccl_core.communicator import Communicator
@@ -60,7 +61,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         for group in (self._plain, self):
             group._set_default_backend(default)
         self._coalescing: list[Work] | None = None
-        self.communicator = Communicator(self._plain, config, name=name)
+        self.communicator = Communicator(self._plain, config, name=name, space=0)
 
     def _add_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
         # on this group too: functional collectives ask it for its backend
@@ -74,6 +75,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ what has a compressed path
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        output, input = _waited([output, input])
         opts = _options(c10d.AllgatherOptions, opts)
         return self._work(
             [output],
@@ -85,6 +87,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         if isinstance(inputs, torch.Tensor):
             output_lists, inputs = [output_lists], [inputs]
+        output_lists, inputs = _waited(output_lists), _waited(inputs)
         opts = _options(c10d.AllgatherOptions, opts)
         return self._work(
             output_lists[0],
@@ -102,6 +105,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        output, input = _waited([output, input])
         opts = _options(c10d.ReduceScatterOptions, opts)
         return self._work(
             [output],
@@ -119,6 +123,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     ) -> Work:
         if isinstance(outputs, torch.Tensor):
             outputs, input_lists = [outputs], [input_lists]
+        outputs, input_lists = _waited(outputs), _waited(input_lists)
         opts = _options(c10d.ReduceScatterOptions, opts)
         return self._work(
             outputs,
@@ -142,6 +147,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work:
+        output, input = _waited([output, input])
         opts = _options(c10d.AllToAllOptions, opts)
         return self._work(
             [output],
@@ -156,6 +162,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        outputs, inputs = _waited(outputs), _waited(inputs)
         opts = _options(c10d.AllToAllOptions, opts)
         return self._work(
             outputs,
@@ -167,6 +174,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
+        tensors = _waited(tensors)
         opts = _options(c10d.AllreduceOptions, opts)
         return self._work(
             tensors,
@@ -176,6 +184,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        tensors = _waited(tensors)
         opts = _options(c10d.AllreduceCoalescedOptions, opts)
         return self._work(
             tensors,
@@ -187,6 +196,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
+        tensors = _waited(tensors)
         opts = _options(c10d.BroadcastOptions, opts)
         return self._work(
             tensors,
@@ -196,6 +206,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        tensors = _waited(tensors)
         return self._work(
             tensors, self.communicator.isend(tensors[0], dst, tag, native=lambda: self._plain.send(tensors, dst, tag))
         )
@@ -293,6 +304,18 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         self._plain.abort()
+
+
+def _waited(value: Any) -> Any:
+    """Tensors, in lists of any depth, with the results of functional collectives waited for.
+
+    torch's dispatcher would do that, but calls of Python overrides do not pass through it.
+    """
+    if isinstance(value, AsyncCollectiveTensor):
+        return value.wait()
+    if isinstance(value, (list, tuple)):
+        return [_waited(item) for item in value]
+    return value
 
 
 def _options(kind: Any, opts: Any) -> Any:

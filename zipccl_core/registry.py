@@ -61,7 +61,7 @@ class Registry(Generic[T]):
         if isinstance(value, str):
             return self.get(value)()
         if isinstance(value, dict):
-            if "id" not in value:
+            if not isinstance(value.get("id"), str):
                 raise ConfigError(f"a {self.kind} given as a mapping needs an 'id'; known: {', '.join(self.known())}")
             cls = self.get(value["id"])
             try:

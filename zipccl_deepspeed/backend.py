@@ -16,15 +16,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUM = dist.ReduceOp.SUM
+ADAPTER_SPACE = 1
+"""Of message tags; users' own communicators on the same group have others."""
 
 
 class Communicators:
-    """The communicators of this process under deepspeed.comm, one a torch group, all with the configuration of the
-    `"zipccl"` section."""
+    """The communicators of this process under deepspeed.comm, one a torch group, configured by the `"zipccl"` section.
+
+    Groups may also be destroyed behind deepspeed.comm's back, by torch.distributed; that is noticed at the next call.
+    """
 
     def __init__(self) -> None:
         self.config: ZipCCLConfig | None = None
         self._by_group: dict[Any, Communicator] = {}
+        self._ended = Statistics()
 
     def configure(self, config: ZipCCLConfig) -> None:
         """Takes the section of an engine.
@@ -33,6 +38,7 @@ class Communicators:
             ConfigError: another engine of this process has a different one; they share deepspeed.comm, so they must
                 agree.
         """
+        self._drop_destroyed()
         if self.config is not None and self.config != config:
             raise ConfigError(
                 "two engines in one process have different 'zipccl' sections, but share deepspeed.comm; "
@@ -49,38 +55,40 @@ class Communicators:
         group = dist.group.WORLD if group is None else group
         communicator = self._by_group.get(group)
         if communicator is None:
-            if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+            self._drop_destroyed()
+            if self.config is None or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
                 return None
-            communicator = self._add(group)
+            communicator = self._by_group[group] = self._new(group, self.config)
         # a zipccl group compresses by itself; its communicator is here for its configuration and counters only
         return None if isinstance(group, ZipCCLProcessGroup) else communicator
 
-    def _add(self, group: Any) -> Communicator:
-        assert self.config is not None
+    def _new(self, group: Any, config: ZipCCLConfig) -> Communicator:
+        if not isinstance(group, ZipCCLProcessGroup):
+            return Communicator(group, config, space=ADAPTER_SPACE)
+        group.communicator.configure(config)
+        return group.communicator
+
+    def _drop_destroyed(self) -> None:
         alive = c10d._world.pg_map
-        for destroyed in [known for known in self._by_group if known not in alive]:
-            self._by_group.pop(destroyed).close()
-        if isinstance(group, ZipCCLProcessGroup):
-            communicator = group.communicator
-            communicator.configure(self.config)
-        else:
-            communicator = Communicator(group, self.config)
-        self._by_group[group] = communicator
-        return communicator
+        destroyed = [group for group in self._by_group if group not in alive]
+        for group in destroyed:
+            self.forget(group)
+        if destroyed and not self._by_group:
+            self.config = None  # the section was that of a world that is no more
 
     def forget(self, group: Any = None) -> None:
-        """Ends the communicators of a group, or of all, and then the configuration too."""
-        groups = list(self._by_group) if group is None else [group]
-        for known in groups:
+        """Ends the communicator of a group; without one, all, and the configuration and counters with them."""
+        for known in list(self._by_group) if group is None else [group]:
             communicator = self._by_group.pop(known, None)
             if communicator is not None:
                 communicator.close()
+                self._ended = Statistics.sum([self._ended, communicator.stats()])
         if group is None:
-            self.config = None
+            self.config, self._ended = None, Statistics()
 
     def stats(self) -> Statistics:
         """The counters of all groups, added up."""
-        return Statistics.sum(communicator.stats() for communicator in self._by_group.values())
+        return Statistics.sum([self._ended, *(communicator.stats() for communicator in self._by_group.values())])
 
 
 COMMUNICATORS = Communicators()

@@ -120,8 +120,11 @@ class Codec(BaseModel, ABC):
         """Checks a frame that came over the wire and decodes it into contiguous `out`; returns its header.
 
         Raises:
+            ValueError: `out` has another dtype or numel than the frame.
             WireFormatError: anything about the frame is not as it must be.
         """
+        if (out.numel(), out.dtype) != (frame.numel, frame.dtype):
+            raise ValueError(f"frame has {frame.numel} {frame.dtype}, the output {out.numel()} {out.dtype}")
         header = frame.header
         frame.check(header, self.id, self.block_size)
         frame.check_sum(header)
@@ -160,11 +163,17 @@ def decompress(frame: Tensor) -> Tensor:
     """Decodes a frame, by the codec that its header names, into a new tensor of shape (numel,).
 
     Args:
-        frame: uint8, contiguous; bytes behind the end of the frame are ignored.
+        frame: uint8; bytes behind the end of the frame are ignored.
 
     Raises:
+        TypeError: it is not uint8.
         WireFormatError: the bytes are not a frame, or a damaged one.
     """
+    if frame.dtype != torch.uint8:
+        raise TypeError(f"a frame is a uint8 tensor, not {frame.dtype}")
+    frame = frame.reshape(-1)
+    if frame.data_ptr() % 8:  # a slice of a larger buffer: the header has 64-bit fields
+        frame = frame.clone()
     header = Header.read(frame)
     dtype = DTYPES[header.dtype]
     try:

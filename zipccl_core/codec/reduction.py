@@ -16,6 +16,8 @@ GLOO_SEGMENT_NBYTES = 1 << 20
 """gloo's largest segment in its ring all-reduce (gloo/allreduce.cc)."""
 
 
+_empty = torch.empty  # bound now: `deepspeed.zero.Init` replaces it by one that makes fp32 tensors bf16
+
 REDUCIBLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that are reduced here; others are reduced natively."""
 
@@ -74,7 +76,7 @@ class _Adder:
         self._kernel = kernels.select(device) if dtype == torch.bfloat16 else None
         self._threads = threads
         if self._kernel is not None:
-            self._total = torch.empty(self.BLOCK, dtype=torch.float32, device=device)
+            self._total = _empty(self.BLOCK, dtype=torch.float32, device=device)
 
     def __call__(self, addends: Sequence[Tensor], out: Tensor, divisor: int) -> None:
         if self._kernel is None:

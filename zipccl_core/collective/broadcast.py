@@ -28,8 +28,8 @@ class TreeBroadcast(Collective):
         self.source = source
 
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
-        """One tensor, input at the source and output elsewhere."""
-        (values,) = outputs
+        """One tensor: an input at the source, an output elsewhere."""
+        (values,) = inputs or outputs
         parent, children = tree(wire.rank, self.source, wire.world_size)
         starts = range(0, values.numel(), plan.chunk_numel)
         parts = [values[first : first + plan.chunk_numel] for first in starts]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 COLLECTIVE_TAG = 1 << 30
 """Set in the tags of messages of collectives; bits 0 to 26 tell them apart. Users' own tags are small numbers."""
 _SPACE_SHIFT, _SPACES = 27, 8
+FIRST_FREE_SPACE = 2
+"""Spaces below it belong to the process group `zipccl` (0) and to adapters (1)."""
 
 
 class Handle(Protocol):
@@ -57,18 +59,22 @@ class ProcessGroupTransport:
 
     gloo keeps point-to-point messages apart from its collectives, and by tag from each other, so that one group
     serves both; it takes a message that is shorter than the memory that was posted for it. Transports that share a
-    group (an adapter's and a user's own) have tags of their own, if all ranks make them in the same order.
+    group need different `space`s, in which their tags lie; without one, each gets the next, so that all ranks must make
+    them in the same order.
     """
 
     _made: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
 
-    def __init__(self, group: ProcessGroup, name: str = "") -> None:
+    def __init__(self, group: ProcessGroup, name: str = "", space: int | None = None) -> None:
         self._group = group
         self._name = name or str(getattr(group, "group_name", ""))
         self.rank, self.world_size = group.rank(), group.size()
-        earlier = self._made.get(group, 0)
-        self._made[group] = earlier + 1
-        self._space = (earlier % _SPACES) << _SPACE_SHIFT
+        if space is None:
+            space = self._made.get(group, FIRST_FREE_SPACE)
+            if space >= _SPACES:
+                raise ValueError(f"more than {_SPACES - FIRST_FREE_SPACE} communicators on group {self._name!r}")
+            self._made[group] = space + 1
+        self._space = space << _SPACE_SHIFT
 
     def _tag(self, tag: int) -> int:
         return tag | self._space if tag & COLLECTIVE_TAG else tag

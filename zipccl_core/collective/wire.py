@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zipccl_core.codec.frame import HEADER_NBYTES, Frame, Header
+from zipccl_core.collective.memory import SCRATCH
 from zipccl_core.collective.transport import COLLECTIVE_TAG, Handle, Transport
 from zipccl_core.errors import WireFormatError
 
@@ -29,38 +29,6 @@ def chunk_tag(call: int, chunk: int) -> int:
     return COLLECTIVE_TAG | (call % _CALLS) << 15 | chunk % _CHUNKS
 
 
-class Scratch:
-    """Reusable byte buffers: fresh memory costs a page fault for every 4 KiB, as much time as encoding does.
-    Thread-safe.
-
-    Sizes are rounded up to powers of two, so that calls of similar size share buffers; what is free beyond
-    `keep_nbytes` is given up.
-    """
-
-    def __init__(self, keep_nbytes: int = 256 << 20) -> None:
-        self._lock = threading.Lock()
-        self._free: dict[int, list[Tensor]] = {}
-        self._free_nbytes, self._keep_nbytes = 0, keep_nbytes
-
-    def take(self, nbytes: int) -> Tensor:
-        """A uint8 buffer of at least `nbytes`; its content is undefined."""
-        size = max(4096, 1 << (nbytes - 1).bit_length())
-        with self._lock:
-            buffers = self._free.get(size)
-            if buffers:
-                self._free_nbytes -= size
-                return buffers.pop()
-        return torch.empty(size, dtype=torch.uint8)
-
-    def give(self, buffer: Tensor) -> None:
-        """Returns a buffer for reuse."""
-        size = buffer.numel()
-        with self._lock:
-            if self._free_nbytes + size <= self._keep_nbytes:
-                self._free.setdefault(size, []).append(buffer)
-                self._free_nbytes += size
-
-
 class Wire:
     """The frames of one call. Counts and times go to the statistics of its operation when the call is `close`d.
 
@@ -69,17 +37,11 @@ class Wire:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        scratch: Scratch,
-        statistics: Statistics,
-        operation: Operation,
-        codec: Codec,
-        call: int,
+        self, transport: Transport, statistics: Statistics, operation: Operation, codec: Codec, call: int = 0
     ) -> None:
         self.transport, self.codec, self.call = transport, codec, call
         self.rank, self.world_size = transport.rank, transport.world_size
-        self._scratch, self._statistics, self._operation = scratch, statistics, operation
+        self._statistics, self._operation = statistics, operation
         self._sends: deque[tuple[int, list[Handle], Tensor]] = deque()
         self._counts: dict[str, float] = {}
 
@@ -92,7 +54,7 @@ class Wire:
         """Encodes contiguous values into a frame in scratch memory."""
         begin = perf_counter()
         nbytes = self.codec.layout(tensor.numel(), tensor.dtype).frame_nbytes
-        frame = self.codec.write(tensor, self._scratch.take(nbytes))
+        frame = self.codec.write(tensor, SCRATCH.take(nbytes))
         self.count(encode_s=perf_counter() - begin)
         header = frame.header
         self.count(frames=1, raw_frames=header.raw, escapes=0 if header.raw else header.dynamic_nbytes)
@@ -118,7 +80,7 @@ class Wire:
     def expect(self, numel: int, dtype: torch.dtype, peer: int | None, tag: int) -> Arriving:
         """Gets ready for a frame: posts its receive, from any rank where `peer` is None."""
         layout = self.codec.layout(numel, dtype)
-        frame = Frame(self._scratch.take(layout.frame_nbytes), numel, dtype, layout)
+        frame = Frame(SCRATCH.take(layout.frame_nbytes), numel, dtype, layout)
         return Arriving(self, frame, self.transport.recv(frame.buffer[: layout.frame_nbytes], peer, tag), peer)
 
     def decode(self, frame: Frame, out: Tensor, peer: int) -> Header:
@@ -143,7 +105,7 @@ class Wire:
 
     def release(self, frame: Frame) -> None:
         """Gives a received frame's memory back."""
-        self._scratch.give(frame.buffer)
+        SCRATCH.give(frame.buffer)
 
     def wait(self, handle: Handle) -> None:
         """Waits for a message and counts the time."""
@@ -157,7 +119,7 @@ class Wire:
             _, handles, buffer = self._sends.popleft()
             for handle in handles:
                 self.wait(handle)
-            self._scratch.give(buffer)
+            SCRATCH.give(buffer)
 
     def close(self) -> None:
         """Hands the counts over."""

@@ -1,40 +1,49 @@
-"""Work: what an asynchronous call returns, a real `torch.distributed.Work`; and the thread that carries calls out in
-order."""
+"""Work: what an asynchronous call returns, a real `torch.distributed.Work`."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zipccl_core.errors import TransportError
+
 NO_TIMEOUT = timedelta(0)
 
 
 class ZipCCLWork(dist.Work):
-    """A call that runs on a communicator's worker.
+    """A call that is under way, or done.
 
-    `wait` raises what the call raised. `get_future` does too: C++ code (DDP's reducer) would read an exception set on
-    a future as a result and crash, so the error is raised inside of a `then`.
+    `wait` raises what the call raised, and a TransportError where the call has not ended within its timeout.
     """
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
         self._result = result
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None
 
-    def _complete(self, error: BaseException | None) -> None:
-        self._error = error
-        self._future.set_result(self._result if error is None else error)
+    def complete(self, error: BaseException | None = None) -> None:
+        """Says that the call has ended, well or not; once, by who carried it out."""
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            # A callback may wait for another call of this group: it must not hold up the thread that carries calls out.
+            threading.Thread(target=self._resolve, args=(future,), name="zipccl-callbacks", daemon=True).start()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Blocks until the output is there."""
-        self._future.wait()
+        """Blocks until the output is there; without end where the timeout is zero."""
+        if not self._ended.wait(timeout.total_seconds() or None):
+            raise TransportError(f"the call has not ended within {timeout.total_seconds()} s")
         if self._error is not None:
             raise self._error
         return True
@@ -45,7 +54,7 @@ class ZipCCLWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._future.done()
+        return self._ended.is_set()
 
     def is_success(self) -> bool:
         """Whether the call has ended well."""
@@ -60,15 +69,28 @@ class ZipCCLWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
+        """A future of the output tensors, which raises what the call raised.
 
-        def raise_or_pass(future: torch.futures.Future[Any]) -> Any:
-            value = future.value()
+        C++ code (DDP's reducer) would read an exception that is set on a future as a result, and crash; so the error
+        is raised inside of a `then`.
+        """
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._ended.is_set():
+                    self._resolve(self._future)
+            future = self._future
+
+        def raise_or_pass(ended: torch.futures.Future[Any]) -> Any:
+            value = ended.value()
             if isinstance(value, BaseException):
                 raise value
             return value
 
-        return self._future.then(raise_or_pass)
+        return future.then(raise_or_pass)
+
+    def _resolve(self, future: torch.futures.Future[Any]) -> None:
+        future.set_result(self._result if self._error is None else self._error)
 
 
 class LazyWork(ZipCCLWork):
@@ -84,45 +106,48 @@ class LazyWork(ZipCCLWork):
         self, result: list[torch.Tensor], finish: Callable[[], None], source: Callable[[], int | None]
     ) -> None:
         super().__init__(result)
-        self._finish, self._source = finish, source
-        self._lock = threading.Lock()
+        self._finish, self._source = in_mode_of_caller(finish), source
+        self._finishing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Ends the call, or waits for the thread that does."""
-        self._end()
+        if timeout:
+            self.end_in_background()
+        else:
+            self._end()
         return super().wait(timeout)
 
     def has_ended(self) -> bool:
         """Whether the call has ended; starts nothing."""
-        return self._future.done()
+        return self._ended.is_set()
 
     def is_completed(self) -> bool:
-        """Whether the call has ended. Who polls does not wait, so from the first poll on a thread of its own ends the
-        call."""
-        self._end_in_background()
-        return self._future.done()
+        """Whether the call has ended. Who polls does not wait: from the first poll on a thread of its own ends it."""
+        self.end_in_background()
+        return self._ended.is_set()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors; a thread of its own ends the call."""
-        self._end_in_background()
+        self.end_in_background()
         return super().get_future()
 
+    def end_in_background(self) -> None:
+        """Lets a thread of its own end the call."""
+        if self._thread is None and not self._ended.is_set():
+            self._thread = threading.Thread(target=self._end, name="zipccl-message", daemon=True)
+            self._thread.start()
+
     def _end(self) -> None:
-        with self._lock:
-            if self._future.done():
+        with self._finishing:
+            if self._ended.is_set():
                 return
             error: BaseException | None = None
             try:
                 self._finish()
             except BaseException as caught:  # raised by every wait
                 error = caught
-            self._complete(error)
-
-    def _end_in_background(self) -> None:
-        if self._thread is None and not self._future.done():
-            self._thread = threading.Thread(target=self._end, name="zipccl-message", daemon=True)
-            self._thread.start()
+            self.complete(error)
 
     def _source_rank(self) -> int:
         source = self._source()
@@ -138,8 +163,10 @@ class JoinedWork(dist.Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Waits for all."""
+        deadline = monotonic() + timeout.total_seconds()
         for work in self._works:
-            work.wait()
+            left = max(deadline - monotonic(), 1e-3)
+            work.wait(timedelta(seconds=left)) if timeout else work.wait()
         return True
 
     def synchronize(self) -> None:
@@ -161,75 +188,23 @@ class JoinedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors."""
         result = self._result
-        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
-            lambda future: future.wait() and result
-        )
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda future: future.wait() and result)
 
 
 def completed_work(result: list[torch.Tensor]) -> dist.Work:
     """A work that is done."""
     work = ZipCCLWork(result)
-    work._complete(None)
+    work.complete()
     return work
 
 
-class Worker:
-    """Carries calls out one after another, in the order of submission, which is the same on all ranks.
+def in_mode_of_caller(call: Callable[[], None]) -> Callable[[], None]:
+    """A call that another thread makes, without autograd, and in inference mode where this thread is."""
+    inference = torch.is_inference_mode_enabled()
 
-    An asynchronous call is a queue entry for its thread; a synchronous one waits for the queue to drain and runs in
-    the caller's thread. So calls make progress whether or not anybody waits for them, and waits may come in any
-    order.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], ZipCCLWork] | None] = queue.SimpleQueue()
-        self._idle = threading.Condition()
-        self._pending = 0
-        self._thread: threading.Thread | None = None
-
-    def submit(self, call: Callable[[], None], result: list[torch.Tensor]) -> ZipCCLWork:
-        """Queues a call."""
-        work = ZipCCLWork(result)
-        with self._idle:
-            self._pending += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                self._thread.start()
-        self._queue.put((call, work))
-        return work
-
-    def run(self, call: Callable[[], None]) -> None:
-        """Runs a call here, after all that were submitted."""
-        if self._pending:
-            self.drain()
-        with torch.no_grad():
+    def in_mode() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
             call()
 
-    def drain(self) -> None:
-        """Waits until all submitted calls have ended, well or not."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0)
-
-    def stop(self) -> None:
-        """Ends the thread after the calls that were submitted."""
-        with self._idle:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
-
-    def _loop(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            call, work = entry
-            error: BaseException | None = None
-            try:
-                with torch.no_grad():
-                    call()
-            except BaseException as caught:  # handed to whoever waits
-                error = caught
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
-            work._complete(error)
-            del entry, call, work
+    return in_mode

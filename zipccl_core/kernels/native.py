@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from zipccl_core.errors import WireFormatError
 from zipccl_core.kernels import Kernels, Window
 
@@ -55,9 +57,13 @@ class _Native:
             raise WireFormatError(f"damaged frame: {_native.message(code)}")
 
     def accumulate(self, values: Tensor, total: Tensor, first: bool, threads: int) -> None:
+        assert total.dtype == torch.float32, "addresses of another dtype would be written beyond"
+        assert total.numel() == values.numel()
         _native.accumulate(values.data_ptr(), values.numel(), total.data_ptr(), first, threads)
 
     def round(self, total: Tensor, divisor: float, values: Tensor, threads: int) -> None:
+        assert total.dtype == torch.float32
+        assert total.numel() == values.numel()
         _native.round_(total.data_ptr(), total.numel(), divisor, values.data_ptr(), threads)
 
 
