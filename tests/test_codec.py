@@ -149,6 +149,31 @@ def test_any_memory_layout() -> None:
         assert torch.equal(bits(decompress(compress(tensor, ExponentCodec()))), bits(tensor))
 
 
+def test_frames_inside_of_other_memory() -> None:
+    tensor = torch.randn(3000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    frame = compress(tensor, ExponentCodec())
+    for offset in (1, 3, 8):
+        memory = torch.zeros(frame.numel() + 100, dtype=torch.uint8)
+        memory[offset : offset + frame.numel()] = frame
+        assert same_bits(decompress(memory[offset:]), tensor)
+    assert same_bits(decompress(frame.view(2, -1)), tensor)
+    with pytest.raises(TypeError, match="uint8"):
+        decompress(frame.view(torch.int16))
+
+
+def test_an_output_must_fit() -> None:
+    for codec in (ExponentCodec(), RawCodec()):
+        layout = codec.layout(5000, torch.bfloat16)
+        frame = Frame(compress(torch.zeros(5000).bfloat16(), codec), 5000, torch.bfloat16, layout)
+        for out in (torch.empty(4000, dtype=torch.bfloat16), torch.empty(5000)):
+            with pytest.raises(ValueError, match="frame has 5000"):
+                codec.read(frame, out)
+        with pytest.raises(ValueError, match="contiguous"):
+            codec.read(frame, torch.empty(5000, 2, dtype=torch.bfloat16)[:, 0])
+        with pytest.raises(ValueError, match="contiguous"):
+            codec.write(torch.empty(5000, 2, dtype=torch.bfloat16)[:, 0], frame.buffer)
+
+
 def test_layout_is_exact_and_monotone() -> None:
     codec = ExponentCodec()
     last = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -404,8 +405,142 @@ def compressed_at_all(rank: int, world_size: int) -> None:
     assert counters()["reduce_scatter"].self_nbytes == 120_000
 
 
+def messages_between_some(rank: int, world_size: int) -> None:
+    """Ranks that exchange messages and ranks that do not stay in step for the next collective."""
+    value = data(20_000, rank)
+    if rank == 0:
+        dist.send(value, 1)
+    elif rank == 1:
+        out = torch.zeros_like(value)
+        dist.recv(out, 0)
+        assert same_bits(out, data(20_000, 0))
+    out = torch.zeros(20_000 * world_size, dtype=BF16)
+    dist.all_gather_into_tensor(out, value)
+    assert same_bits(out, torch.cat([data(20_000, r) for r in range(world_size)]))
+
+
+def large_messages_from_any_source(rank: int, world_size: int) -> None:
+    """Two large messages under one tag, received from any source, posted before and after they are sent."""
+    first, second = data(100_000, 1), data(100_000, 2)
+    for late in (0, 1):
+        if rank == late:
+            dist.barrier()
+        if rank == 0:
+            works = [dist.isend(first, 1), dist.isend(second, 1)]
+        else:
+            outs = [torch.zeros(100_000, dtype=BF16) for _ in range(2)]
+            works = [dist.irecv(out) for out in outs]
+        if rank != late:
+            dist.barrier()
+        for work in works:
+            work.wait()
+        if rank == 1:
+            assert same_bits(outs[0], first)
+            assert same_bits(outs[1], second)
+
+
+def dropped_sends(rank: int, world_size: int) -> None:
+    """Nobody waits for them; they arrive, and their memory is given back."""
+    for i in range(200):
+        dist.isend(data(3000, rank, i), (rank + 1) % world_size)
+    out = torch.zeros(3000, dtype=BF16)
+    for i in range(200):
+        dist.recv(out, (rank - 1) % world_size)
+        assert same_bits(out, data(3000, (rank - 1) % world_size, i))
+    assert len(dist.group.WORLD.communicator._messages) < 100
+
+
+def splits_on_some_ranks(rank: int, world_size: int) -> None:
+    """Rank 0 passes no split sizes where the others do: natively that is allowed."""
+    splits = None if rank == 0 else [100] * world_size
+    value, out = data(100 * world_size, rank), torch.zeros(100 * world_size, dtype=BF16)
+    dist.all_to_all_single(out, value, splits, splits)
+    wanted = [data(100 * world_size, r)[100 * rank : 100 * (rank + 1)] for r in range(world_size)]
+    assert same_bits(out, torch.cat(wanted))
+
+
+def broadcast_without_contiguity(rank: int, world_size: int) -> None:
+    base = data(6000, 7).view(60, 100)
+    for make in (lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[3:7, 5:]):
+        for async_op in (False, True):
+            whole = (base if rank == 0 else torch.zeros_like(base)).clone()
+            finish(dist.broadcast(make(whole), 0, async_op=async_op), async_op)
+            assert same_bits(make(whole), make(base))
+            if rank == 0:
+                assert same_bits(whole, base), "the source's own tensor changed"
+    tensors = [data(6000, rank).view(60, 100).t(), data(700, rank)[::7]]
+    wanted = [sum(data(6000, r).view(60, 100).t().float() for r in range(world_size)).to(BF16)]
+    dist.all_reduce_coalesced(tensors)
+    if world_size == 2:
+        assert same_bits(tensors[0], wanted[0])
+
+
+def modes_layouts_dtypes(rank: int, world_size: int) -> None:
+    with torch.inference_mode():
+        value, out = data(20_000, rank), torch.zeros(20_000 * world_size, dtype=BF16)
+        dist.all_gather_into_tensor(out, value, async_op=True).wait()
+        assert same_bits(out, torch.cat([data(20_000, r) for r in range(world_size)]))
+        dist.all_reduce(value, async_op=True).wait()
+    needs_grad = data(20_000, rank).requires_grad_()
+    dist.all_gather_into_tensor(out.clone().requires_grad_(), needs_grad)
+    sparse = data(1000, rank).view(10, 100).to_sparse()
+    dist.all_reduce(sparse)
+    with pytest.raises(ValueError, match="dtypes differ"):
+        dist.all_gather_into_tensor(torch.zeros(20_000 * world_size, dtype=torch.float16), value)
+    with pytest.raises(ValueError, match="tag 1073741824 is one of ZipCCL's own"):
+        dist.isend(value, (rank + 1) % world_size, tag=1 << 30)
+
+
+def waits_with_a_timeout(rank: int, world_size: int) -> None:
+    if rank == 0:
+        work = dist.all_reduce(data(20_000, rank), async_op=True)
+        receive = dist.irecv(torch.zeros(20_000, dtype=BF16), 1)
+        for pending in (work, receive):
+            with pytest.raises(RuntimeError, match="not ended within 0.2 s"):
+                pending.wait(timedelta(seconds=0.2))
+        dist.barrier()
+        work.wait()
+        receive.wait()
+    else:
+        dist.barrier()
+        dist.all_reduce(data(20_000, rank))
+        dist.send(data(20_000, rank), 0)
+
+
+def callbacks_that_communicate(rank: int, world_size: int) -> None:
+    """torch's PowerSGD hook does this: a callback of one call waits for another call of the group."""
+    value, other = data(20_000, rank), data(20_000, rank, 1)
+
+    def then(future: Any) -> torch.Tensor:
+        dist.all_reduce(other, async_op=True).get_future().wait()
+        dist.all_reduce(other)
+        return other
+
+    dist.all_reduce(value, async_op=True).get_future().then(then).wait()
+
+
+def results_of_functional_collectives(rank: int, world_size: int) -> None:
+    import torch.distributed._functional_collectives as functional
+
+    gathered = functional.all_gather_tensor(data(4000, rank), 0, dist.group.WORLD)
+    total = torch.zeros(4000 * world_size, dtype=BF16)
+    total.copy_(torch.cat([data(4000, r) for r in range(world_size)]))
+    dist.broadcast(gathered, 0)
+    assert same_bits(torch.as_tensor(gathered).clone(), total)
+    dist.all_to_all_single(torch.zeros_like(total), functional.all_gather_tensor(data(4000, rank), 0, dist.group.WORLD))
+
+
 # ---------------------------------------------------------------------- the tests
 
+TWO_RANKS_AND_MORE = [
+    broadcast_without_contiguity,
+    callbacks_that_communicate,
+    dropped_sends,
+    messages_between_some,
+    modes_layouts_dtypes,
+    results_of_functional_collectives,
+    splits_on_some_ranks,
+]
 EVERYWHERE = [
     all_gather,
     uneven_all_gather,
@@ -434,6 +569,21 @@ def test_like_native_gloo(case: Callable[[int, int], None], world_size: int) -> 
 )
 def test_eight_ranks(case: Callable[[int, int], None]) -> None:
     run_ranks(case, 8, config=SMALL_CHUNKS, timeout=200)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", TWO_RANKS_AND_MORE, ids=lambda case: case.__name__)
+def test_as_natively(case: Callable[[int, int], None], world_size: int) -> None:
+    run_ranks(case, world_size, config=FP32, timeout=60)
+
+
+@pytest.mark.parametrize("case", [large_messages_from_any_source, waits_with_a_timeout], ids=lambda case: case.__name__)
+def test_on_two_ranks(case: Callable[[int, int], None]) -> None:
+    run_ranks(case, 2, config=FP32, timeout=60)
+
+
+def test_splits_on_some_ranks_below_the_threshold() -> None:
+    run_ranks(splits_on_some_ranks, 3, config=ZipCCLConfig(), timeout=60)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -47,6 +47,7 @@ def test_defaults() -> None:
         ),
         ({"codec": {"id": "exponent", "sigma": -2}}, "codec 'exponent': sigma = -2: .*greater than 0"),
         ({"codec": 3}, "codec = 3"),
+        ({"codec": {"id": ["x"]}}, "needs an 'id'"),
         ({"strategy": "sometimes"}, "unknown strategy 'sometimes'; known: always, .*never, threshold"),
         ({"strategy": {"id": "threshold", "min_nbytes": -1}}, "min_nbytes = -1: .*greater than or equal to 0"),
         ({"reduction": "fp16"}, "reduction = 'fp16': .*'fp32' or 'gloo'"),
@@ -73,6 +74,13 @@ def test_json_round_trip() -> None:
     assert ZipCCLConfig(**config.model_dump()) == config
     assert ZipCCLConfig.model_validate_json(config.model_dump_json()) == config
     assert hash(ExponentCodec()) == hash(ExponentCodec())
+
+
+def test_copies_and_hashes() -> None:
+    changed = ZipCCLConfig().model_copy(update={"reduction": "gloo", "strategy": AlwaysStrategy()})
+    assert changed.plan(Operation.ALL_REDUCE, BF16, 1, 2).reduction == "gloo"
+    assert hash(ZipCCLConfig()) == hash(ZipCCLConfig())
+    assert hash(changed) != hash(ZipCCLConfig())
 
 
 def test_it_is_frozen() -> None:

@@ -218,6 +218,48 @@ def test_hierarchical_partitioning() -> None:
     assert_same(native, results(4, ds_config(3, ALL, zero=dict(zero))), OPERATIONS[3])
 
 
+def test_reductions_inside_of_zero_init() -> None:
+    """`zero.Init` replaces torch.empty by one that makes fp32 tensors bf16; ours must not be among them."""
+
+    def run(rank: int, world_size: int) -> None:
+        zipccl_deepspeed.install()
+        logging.disable(logging.INFO)
+        config = ds_config(3, {"strategy": "always"})
+        deepspeed.init_distributed(verbose=False)
+        parts = [torch.randn(300_000, generator=torch.Generator().manual_seed(r)).to(BF16) for r in range(world_size)]
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            value = parts[rank].clone()
+            ds_comm.all_reduce(value)
+        assert same_bits(value, (parts[0].float() + parts[1].float()).to(BF16))
+        assert zipccl_deepspeed.stats()["all_reduce"].frames > 0
+
+    run_ranks(run, 2, backend=None, timeout=100)
+
+
+def test_a_world_destroyed_behind_its_back() -> None:
+    """torch.distributed.destroy_process_group, then a new group: the old section is forgotten, a new one may differ."""
+
+    def run(rank: int, world_size: int) -> None:
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        zipccl_deepspeed.install()
+        store = dist.group.WORLD.get_group_store()
+        deepspeed.init_distributed(verbose=False)
+        DeepSpeedConfig(ds_config(1, ALL))
+        ds_comm.all_reduce(torch.ones(5000, dtype=BF16))
+        frames = zipccl_deepspeed.stats()["all_reduce"].frames
+        assert frames > 0
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore("2", store), rank=rank, world_size=world_size)
+        ds_comm.all_reduce(torch.ones(5000, dtype=BF16))
+        assert zipccl_deepspeed.stats()["all_reduce"].frames == frames, "no section has been read since"
+        DeepSpeedConfig(ds_config(1, {"codec": "raw", "strategy": "always"}))
+        ds_comm.all_reduce(torch.ones(5000, dtype=BF16))
+        assert zipccl_deepspeed.stats()["all_reduce"].frames > frames
+
+    run_ranks(run, 2, backend="gloo", timeout=100)
+
+
 def test_comms_logger() -> None:
     logged = {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False}}
 

@@ -135,7 +135,7 @@ class Calls:
 
         def call() -> None:
             try:
-                flat_inputs = [tensor.reshape(-1) for tensor in inputs]
+                flat_inputs = [tensor.contiguous().view(-1) for tensor in inputs]
                 flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in outputs]
                 parts_in = cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
                 parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs

@@ -212,7 +212,7 @@ class Communicator(Calls):
         if plan is None:
             return self._native(Operation.SEND_RECV, native, tensor)
         with torch.no_grad():
-            send = Send(tensor.reshape(-1), dst, tag, self._wire(Operation.SEND_RECV, plan))
+            send = Send(tensor.contiguous().view(-1), dst, tag, self._wire(Operation.SEND_RECV, plan))
         return self._keep(LazyWork([tensor], send.finish, lambda: None))
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, native: Native | None = None) -> Work | None:

@@ -103,6 +103,8 @@ class Codec(BaseModel, ABC):
                 tensor's device.
         """
         frame = Frame(buffer, tensor.numel(), tensor.dtype, self.layout(tensor.numel(), tensor.dtype))
+        if not (tensor.is_contiguous() and buffer.is_contiguous()):
+            raise ValueError("tensor and buffer must be contiguous: what is written is their memory")
         if buffer.numel() < frame.layout.frame_nbytes:
             raise ValueError(
                 f"buffer has {buffer.numel()} bytes; a frame of {tensor.numel()} values needs "
@@ -123,6 +125,8 @@ class Codec(BaseModel, ABC):
             ValueError: `out` has another dtype or numel than the frame.
             WireFormatError: anything about the frame is not as it must be.
         """
+        if not out.is_contiguous():
+            raise ValueError("the output must be contiguous: what is written is its memory")
         if (out.numel(), out.dtype) != (frame.numel, frame.dtype):
             raise ValueError(f"frame has {frame.numel} {frame.dtype}, the output {out.numel()} {out.dtype}")
         header = frame.header
@@ -171,7 +175,7 @@ def decompress(frame: Tensor) -> Tensor:
     """
     if frame.dtype != torch.uint8:
         raise TypeError(f"a frame is a uint8 tensor, not {frame.dtype}")
-    frame = frame.reshape(-1)
+    frame = frame.contiguous().view(-1)
     if frame.data_ptr() % 8:  # a slice of a larger buffer: the header has 64-bit fields
         frame = frame.clone()
     header = Header.read(frame)
