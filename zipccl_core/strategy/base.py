@@ -51,8 +51,8 @@ class Call(NamedTuple):
     Attributes:
         operation: which collective.
         dtype: of the tensors.
-        numel: values that one rank contributes (its input); None where ranks may contribute differently (uneven
-            all-to-all).
+        numel: values that one rank contributes (its input); None where ranks may contribute differently
+            (all-to-all).
         world_size: of the group.
         compressed: the plan that the configuration gives for a compressed call of this operation.
     """

@@ -33,8 +33,8 @@ class ThresholdStrategy(Strategy):
     """Compresses calls of at least `min_nbytes`; smaller ones cost more time than their bytes are worth.
 
     Args:
-        min_nbytes: bytes that a rank contributes. Calls whose size is not the same on all ranks (all-to-all with
-            split sizes) are always compressed.
+        min_nbytes: bytes that a rank contributes. Calls whose size ranks may not share (all-to-all) are
+            always compressed.
     """
 
     id: Literal["threshold"] = "threshold"
