@@ -3,12 +3,12 @@
     python bench/overhead.py
     python bench/overhead.py --ranks 4 --rounds 100
 
-Ranks are processes of this machine over gloo's loopback, each on a core of its own where there are enough. Every rank has three groups: `gloo`, `zipccl` (threshold of
-64 KiB, so that these messages go native) and, for information, `zipccl` with strategy `always`, which compresses them.
-A round takes each operation once over each group, in an order that turns from round to round; a sample is the median
-of some calls one after another, on the slower rank. `+us` is the median over the rounds of the difference to gloo in
-the same round; `+p20 us`, the difference of the p20 of both, moves less where the machine has other work. Message sizes
-are what a rank contributes.
+Ranks are processes of this machine over gloo's loopback, each on a core of its own where there are enough. Every rank
+has three groups: `gloo`, `zipccl` (threshold of 64 KiB, so that these messages go native) and, for information,
+`zipccl` with strategy `always`, which compresses them. A round takes each operation once over each group, in an order
+that turns from round to round; a sample is the median of some calls one after another, on the slower rank. `+us` is
+the median over the rounds of the difference to gloo in the same round; `+p20 us`, the difference of the p20 of both,
+moves less where the machine has other work. Message sizes are what a rank contributes.
 """
 
 from __future__ import annotations
