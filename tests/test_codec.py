@@ -211,6 +211,7 @@ def test_wrong_options(options: dict, message: str) -> None:
 def test_native_kernels_that_are_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(native, "KERNELS", None)
     kernels.select.cache_clear()
+    kernels.tell_that_not_built.cache_clear()
     try:
         tensor = torch.randn(5000, generator=torch.Generator().manual_seed(0)).bfloat16()
         for _ in range(3):

@@ -52,7 +52,8 @@ def test_defaults() -> None:
         ({"strategy": {"id": "threshold", "min_nbytes": -1}}, "min_nbytes = -1: .*greater than or equal to 0"),
         ({"reduction": "fp16"}, "reduction = 'fp16': .*'fp32' or 'gloo'"),
         ({"chunk_nbytes": 5}, "chunk_nbytes = 5: .*greater than or equal to 2048"),
-        ({"operations": {"all_gathr": {}}}, "all_gathr.*'all_gather'"),
+        ({"operations": {"all_gathr": {}}}, "unknown operation 'all_gathr'; allowed: all_gather, reduce_scatter"),
+        ({"codec": {"id": "exponent", "table": [1, 2]}}, r"table needs seven different exponents, got \[1, 2\]"),
         (
             {"operations": {"all_gather": {"codc": "raw"}}},
             "operations.all_gather: .*unknown key 'codc'.*allowed: codec",
@@ -88,19 +89,24 @@ def test_it_is_frozen() -> None:
         ZipCCLConfig().reduction = "gloo"  # type: ignore[misc]
 
 
-def test_environment() -> None:
+def test_environment(caplog: pytest.LogCaptureFixture) -> None:
     environ = {
         "ZIPCCL_ENABLED": "false",
         "ZIPCCL_CODEC": '{"id": "exponent", "sigma": 0.5}',
         "ZIPCCL_STRATEGY": "always",
         "ZIPCCL_CHUNK_NBYTES": "8192",
-        "ZIPCCL_SOMETHING_ELSE": "ignored",
+        "ZIPCCL_STRATGY": "ignored",
+        "OTHER": "not ours",
     }
     config = ZipCCLConfig.from_env(environ)
     assert config == ZipCCLConfig(enabled=False, codec=ExponentCodec(sigma=0.5), strategy="always", chunk_nbytes=8192)
     assert ZipCCLConfig.from_env({}) == ZipCCLConfig()
-    with pytest.raises(ConfigError, match="unknown codec 'zip'"):
+    (record,) = caplog.records
+    assert "unknown environment variable ZIPCCL_STRATGY is ignored; known: ZIPCCL_ENABLED" in record.getMessage()
+    with pytest.raises(ConfigError, match="from the environment .*unknown codec 'zip'"):
         ZipCCLConfig.from_env({"ZIPCCL_CODEC": "zip"})
+    with pytest.raises(ConfigError, match="ZIPCCL_CODEC=.* is not JSON"):
+        ZipCCLConfig.from_env({"ZIPCCL_CODEC": '{"id": "exponent", checksum}'})
 
 
 def test_plans_per_operation() -> None:

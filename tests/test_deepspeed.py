@@ -507,7 +507,7 @@ def test_hf_trainer(tmp_path: Any) -> None:
         ({"codecc": "raw"}, "unknown key 'codecc' .*allowed: enabled, codec"),
         ({"codec": "exponnt"}, "unknown codec 'exponnt'; known: .*exponent, .*raw"),
         ({"reduction": "fp16"}, "reduction = 'fp16'.*'fp32' or 'gloo'"),
-        ("on", "must be a mapping"),
+        (False, r"must be a mapping: \{\} for the defaults, \{\"enabled\": false\} to switch it off; got False"),
     ],
 )
 def test_a_wrong_section_fails_at_the_start(section: Any, message: str) -> None:
@@ -516,6 +516,30 @@ def test_a_wrong_section_fails_at_the_start(section: Any, message: str) -> None:
             train(rank, world_size, ds_config(1, section))
 
     run_ranks(run, 1, backend="gloo")
+
+
+def test_ranks_with_different_sections() -> None:
+    def run(rank: int, world_size: int) -> None:
+        section = {"reduction": "gloo" if rank else "fp32"}
+        if rank == 0:
+            zipccl_deepspeed.install()
+            deepspeed.runtime.config.DeepSpeedConfig(ds_config(1, section))
+        else:
+            with pytest.raises(ConfigError, match="rank 1 of group 'world' is configured differently from rank 0"):
+                train(rank, world_size, ds_config(1, section))
+        dist.destroy_process_group()
+
+    run_ranks(run, 2, backend="gloo")
+
+
+def test_a_misspelt_section_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+    def run(rank: int, world_size: int) -> None:
+        zipccl_deepspeed.install()
+        deepspeed.runtime.config.DeepSpeedConfig({**ds_config(1, None), "zipcll": {}})
+
+    run_ranks(run, 1, backend="gloo")
+    output = "".join(capfd.readouterr())
+    assert "DeepSpeed ignores the key 'zipcll'; is it meant to be 'zipccl'?" in output
 
 
 def test_disabled_section_and_engines_that_disagree() -> None:

@@ -56,6 +56,24 @@ def test_configuration_of_groups() -> None:
     run_ranks(run, 2, config=ALWAYS)
 
 
+def test_ranks_that_are_configured_differently() -> None:
+    """Said when the group is made, instead of a hang in the first call; how fast a rank computes is its own affair."""
+
+    def run(rank: int, world_size: int) -> None:
+        dist.new_group(pg_options=ZipCCLConfig(codec={"id": "exponent", "threads": 1 + rank, "kernels": "auto"}))
+        if rank == 0:
+            dist.new_group(pg_options=ZipCCLConfig(reduction="fp32"))
+        else:
+            with pytest.raises(
+                ConfigError, match=r"rank 1 of group .* is configured differently from rank 0"
+            ) as caught:
+                dist.new_group(pg_options=ZipCCLConfig(reduction="gloo"))
+            assert '"reduction": "fp32"' in str(caught.value)
+        dist.destroy_process_group()
+
+    run_ranks(run, 2, config=ALWAYS)
+
+
 def test_configuration_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZIPCCL_STRATEGY", '{"id": "threshold", "min_nbytes": 4096}')
     monkeypatch.setenv("ZIPCCL_REDUCTION", "gloo")

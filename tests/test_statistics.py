@@ -38,6 +38,7 @@ def test_table() -> None:
     lines = filled().table().splitlines()
     assert lines[0].split()[:2] == ["operation", "calls"]
     assert "1.500" in lines[1]
+    assert lines[2].split()[:4] == ["broadcast", "1", "1", "0.00"]
     assert len({len(line) for line in lines}) == 1
     assert str(filled()) == filled().table()
 

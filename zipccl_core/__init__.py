@@ -83,6 +83,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("zipccl")
     if name in _HOME:
         return getattr(import_module(f"zipccl_core.{_HOME[name]}"), name)
     raise AttributeError(f"module 'zipccl_core' has no attribute {name!r}")

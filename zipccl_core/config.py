@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 from zipccl_core.codec.base import Codec, codecs
 from zipccl_core.codec.exponent import ExponentCodec
+from zipccl_core.codec.frame import VERSION
 from zipccl_core.codec.raw import RawCodec
 from zipccl_core.errors import ConfigError
 from zipccl_core.registry import describe
@@ -19,11 +21,36 @@ from zipccl_core.strategy.fixed import AlwaysStrategy, NeverStrategy, ThresholdS
 
 __all__ = ["AlwaysStrategy", "NeverStrategy", "OperationConfig", "RawCodec", "ThresholdStrategy", "ZipCCLConfig"]
 
+logger = logging.getLogger("zipccl")
+
 ENVIRONMENT_PREFIX = "ZIPCCL_"
 
 AnyCodec = Annotated[SerializeAsAny[Codec], BeforeValidator(codecs.resolve)]
 AnyStrategy = Annotated[SerializeAsAny[Strategy], BeforeValidator(strategies.resolve)]
 ChunkNbytes = Annotated[int, Field(ge=2048, le=1 << 30)]
+
+
+def _parse(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith(("{", "[")):
+            raise ConfigError(f"{name}={text!r} is not JSON: {error}") from None
+        return text
+
+
+def _shared(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shared(item) for key, item in value.items() if key not in ("threads", "kernels")}
+    return value
+
+
+def _known_operations(value: Any) -> Any:
+    if isinstance(value, dict):
+        for key in value:
+            if key not in list(Operation):
+                raise ConfigError(f"unknown operation {key!r}; allowed: {', '.join(Operation)}")
+    return value
 
 
 class _Section(BaseModel):
@@ -71,7 +98,7 @@ class ZipCCLConfig(_Section):
     strategy: AnyStrategy = ThresholdStrategy()
     reduction: Literal["fp32", "gloo"] = "fp32"
     chunk_nbytes: ChunkNbytes = 4 << 20
-    operations: dict[Operation, OperationConfig] = {}
+    operations: Annotated[dict[Operation, OperationConfig], BeforeValidator(_known_operations)] = {}
 
     @classmethod
     def of(cls, value: ZipCCLConfig | Mapping[str, Any] | None) -> ZipCCLConfig:
@@ -82,18 +109,31 @@ class ZipCCLConfig(_Section):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ZipCCLConfig:
-        """Reads `ZIPCCL_<FIELD>` for every field: JSON where it is JSON, else a string. `ZIPCCL_CODEC=raw`,
-        `ZIPCCL_CODEC='{"id": "exponent", "sigma": 0.02}'`."""
+        """Reads `ZIPCCL_<FIELD>` for every field: JSON where it is JSON, else a string.
+
+        `ZIPCCL_CODEC=raw`, `ZIPCCL_CODEC='{"id": "exponent", "sigma": 0.02}'`. An unknown variable is logged.
+
+        Raises:
+            ConfigError: as the constructor; the message says that it comes from the environment.
+        """
         environ = os.environ if environ is None else environ
+        given = {name: text for name, text in environ.items() if name.startswith(ENVIRONMENT_PREFIX)}
         values = {}
         for field in cls.model_fields:
-            text = environ.get(ENVIRONMENT_PREFIX + field.upper())
-            if text is not None:
-                try:
-                    values[field] = json.loads(text)
-                except json.JSONDecodeError:
-                    values[field] = text
-        return cls(**values)
+            name = ENVIRONMENT_PREFIX + field.upper()
+            if name in given:
+                values[field] = _parse(name, given.pop(name))
+        for name in given:
+            known = ", ".join(ENVIRONMENT_PREFIX + field.upper() for field in cls.model_fields)
+            logger.warning("zipccl: unknown environment variable %s is ignored; known: %s", name, known)
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"from the environment ({ENVIRONMENT_PREFIX}*): {error}") from None
+
+    def agreement(self) -> str:
+        """What all ranks of a group must have alike, as text: everything but how fast a rank computes."""
+        return json.dumps({"wire format": VERSION, **_shared(self.model_dump(mode="json"))}, sort_keys=True)
 
     def plan(self, operation: Operation, dtype: Any, numel: int | None, world_size: int) -> Plan:
         """The plan for one call, from facts that are equal on all ranks."""

@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from zipccl_core import Communicator, ConfigError, Statistics, ZipCCLConfig, ZipCCLProcessGroup
 from zipccl_core.collective.work import JoinedWork
+from zipccl_core.process_group import check_agreement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,15 +31,20 @@ class Communicators:
         self.config: ZipCCLConfig | None = None
         self._by_group: dict[Any, Communicator] = {}
         self._ended = Statistics()
+        self._sections_read = 0
 
     def configure(self, config: ZipCCLConfig) -> None:
         """Takes the section of an engine.
 
         Raises:
             ConfigError: another engine of this process has a different one; they share deepspeed.comm, so they must
-                agree.
+                agree. Or rank 0 has a different one.
         """
         self._drop_destroyed()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._sections_read += 1
+            store = c10d.PrefixStore(f"zipccl/section {self._sections_read}", c10d._get_default_store())
+            check_agreement(store, dist.get_rank(), config.agreement(), "world")
         if self.config is not None and self.config != config:
             raise ConfigError(
                 "two engines in one process have different 'zipccl' sections, but share deepspeed.comm; "
@@ -87,8 +93,12 @@ class Communicators:
             self.config, self._ended = None, Statistics()
 
     def stats(self) -> Statistics:
-        """The counters of all groups, added up."""
-        return Statistics.sum([self._ended, *(communicator.stats() for communicator in self._by_group.values())])
+        """The counters of all groups, added up; groups of the backend `zipccl` count without a section, too."""
+        communicators = dict(self._by_group)
+        for group in c10d._world.pg_map:
+            if isinstance(group, ZipCCLProcessGroup):
+                communicators.setdefault(group, group.communicator)
+        return Statistics.sum([self._ended, *(communicator.stats() for communicator in communicators.values())])
 
 
 COMMUNICATORS = Communicators()

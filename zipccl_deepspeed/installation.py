@@ -9,14 +9,12 @@ DeepSpeed makes the process group, the script has made it already, or `zero.Init
 from __future__ import annotations
 
 import functools
-import logging
+from difflib import get_close_matches
 from typing import Any
 
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import ConfigError, UnsupportedVersionError
 from zipccl_deepspeed.backend import COMMUNICATORS, ZipCCLBackendMixin
-
-logger = logging.getLogger("zipccl")
 
 SECTION = "zipccl"
 
@@ -101,18 +99,23 @@ def read_section(ds_config: dict[str, Any]) -> None:
         ConfigError: it is not a mapping, or has a wrong key or value; the message names key, value and what is
             allowed.
     """
+    import deepspeed.utils as ds_utils
+
+    for key in ds_config:
+        if key != SECTION and get_close_matches(str(key).lower(), [SECTION], cutoff=0.8):
+            ds_utils.logger.warning(f"DeepSpeed ignores the key {key!r}; is it meant to be {SECTION!r}?")
     section = ds_config.get(SECTION)
     if section is None:
         return
     if not isinstance(section, dict):
         raise ConfigError(
-            f"the {SECTION!r} section of the DeepSpeed JSON must be a mapping, for example {{}}; got {section!r}"
+            f"the {SECTION!r} section of the DeepSpeed JSON must be a mapping: {{}} for the defaults, "
+            f'{{"enabled": false}} to switch it off; got {section!r}'
         )
     config = ZipCCLConfig(**section)
     COMMUNICATORS.configure(config)
-    logger.info(
-        "zipccl: deepspeed.comm %s: %s", "is compressed" if config.enabled else "stays native", config.model_dump_json()
-    )
+    state = "is compressed" if config.enabled else "stays native"
+    ds_utils.log_dist(f"zipccl: deepspeed.comm {state}: {config.model_dump_json()}", ranks=[0])
 
 
 def _with_zipccl(backend: type) -> type:

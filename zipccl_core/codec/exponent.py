@@ -41,7 +41,7 @@ class ExponentCodec(Codec):
 
     id: Literal["exponent"] = "exponent"
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    table: tuple[Exponent, Exponent, Exponent, Exponent, Exponent, Exponent, Exponent] | None = None
+    table: tuple[Exponent, ...] | None = None
     kernels: Literal["auto", "reference", "native"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
 
@@ -51,7 +51,7 @@ class ExponentCodec(Codec):
     def _one_way_to_choose(self) -> Self:
         if self.sigma is not None and self.table is not None:
             raise ConfigError("sigma and table exclude each other: give one of them, or neither for a window per block")
-        if self.table is not None and len(set(self.table)) != 7:
+        if self.table is not None and not len(self.table) == len(set(self.table)) == 7:
             raise ConfigError(f"table needs seven different exponents, got {list(self.table)}")
         return self
 

@@ -22,6 +22,9 @@ FIRST_FREE_SPACE = 2
 """Spaces below it belong to the process group `zipccl` (0) and to adapters (1)."""
 
 
+_HINT = " (Is zipccl installed on all ranks, and are they configured alike?)"
+
+
 class Handle(Protocol):
     """A message on its way."""
 
@@ -116,4 +119,5 @@ class _Message:
         try:
             yield
         except RuntimeError as error:
-            raise TransportError(f"{self._what} in group {self._group!r} failed: {error}") from error
+            hint = _HINT if "timed out" in str(error).lower() else ""
+            raise TransportError(f"{self._what} in group {self._group!r} failed: {error}{hint}") from error

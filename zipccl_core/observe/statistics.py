@@ -93,33 +93,25 @@ class Statistics:
         return values
 
     def table(self) -> str:
-        """A table in plain text, a row an operation; sizes in MB (1e6 bytes), times in seconds."""
-        head = (
-            "operation",
-            "calls",
-            "native",
-            "raw MB",
-            "wire MB",
-            "ratio",
-            "escapes",
-            "encode s",
-            "decode s",
-            "wait s",
-        )
-        rows = [head]
+        """A table in plain text, a row an operation; sizes in MB (1e6 bytes), times in seconds.
+
+        `calls` has the native ones in it; `native MB` is theirs, `raw MB` and `wire MB` are the others'.
+        """
+        rows: list[tuple[str, ...]] = [
+            ("operation", "calls", "native", "native MB", "raw MB", "wire MB", "ratio", "escapes")
+        ]
+        rows[0] += ("encode s", "decode s", "wait s")
         for operation in self:
             c = self[operation]
-            sizes = (f"{c.raw_nbytes / 1e6:.2f}", f"{c.wire_nbytes / 1e6:.2f}", f"{c.ratio:.3f}", str(c.escapes))
-            times = (f"{c.encode_s:.3f}", f"{c.decode_s:.3f}", f"{c.wait_s:.3f}")
-            rows.append((str(operation), str(c.calls), str(c.native_calls), *sizes, *times))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+            calls = (str(operation), str(c.calls), str(c.native_calls), f"{c.native_nbytes / 1e6:.2f}")
+            ratio = f"{c.ratio:.3f}" if c.wire_nbytes else "-"
+            sizes = (f"{c.raw_nbytes / 1e6:.2f}", f"{c.wire_nbytes / 1e6:.2f}", ratio, str(c.escapes))
+            rows.append((*calls, *sizes, f"{c.encode_s:.3f}", f"{c.decode_s:.3f}", f"{c.wait_s:.3f}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, *cells in rows:
+            right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *right]))
         return "\n".join(lines)
 
     __str__ = table

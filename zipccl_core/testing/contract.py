@@ -71,7 +71,12 @@ def check_codec(codec: Codec) -> None:
     assert dtypes, "codec supports no dtype"
     for dtype in dtypes:
         for name, tensor in sample_tensors(dtype):
-            _check_tensor(codec, f"{dtype}, {name}", tensor)
+            try:
+                _check_tensor(codec, f"{dtype}, {name}", tensor)
+            except Exception as error:
+                if isinstance(error, AssertionError):
+                    raise
+                raise AssertionError(f"{dtype}, {name}: {type(error).__name__}: {error}") from error
         _check_damage(codec, dtype)
         if dtype in REDUCIBLE:
             _check_reduce(codec, dtype)

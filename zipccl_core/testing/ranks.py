@@ -6,6 +6,7 @@ import faulthandler
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -143,6 +144,8 @@ def _child(job: _Job, rank: int, store: Path, port: int, pipe: Any) -> None:
     faulthandler.cancel_dump_traceback_later()
     pipe.send_bytes(message)
     pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)  # no exit handlers of the parent's
 
 
