@@ -532,14 +532,28 @@ def test_ranks_with_different_sections() -> None:
     run_ranks(run, 2, backend="gloo")
 
 
-def test_a_misspelt_section_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
-    def run(rank: int, world_size: int) -> None:
-        zipccl_deepspeed.install()
-        deepspeed.runtime.config.DeepSpeedConfig({**ds_config(1, None), "zipcll": {}})
+def test_what_is_logged() -> None:
+    """One line that the section is active, from rank 0; a warning for a key that looks like it."""
 
-    run_ranks(run, 1, backend="gloo")
-    output = "".join(capfd.readouterr())
-    assert "DeepSpeed ignores the key 'zipcll'; is it meant to be 'zipccl'?" in output
+    def run(rank: int, world_size: int) -> list[str]:
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        zipccl_deepspeed.install()
+        deepspeed.init_distributed(verbose=False)
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+        deepspeed.utils.logger.addHandler(handler)
+        DeepSpeedConfig({**ds_config(1, None), "zipcll": {}})
+        DeepSpeedConfig(ds_config(1, {}))
+        return [record for record in records if "zipc" in record]
+
+    first, second = run_ranks(run, 2, backend="gloo")
+    misspelt = "DeepSpeed ignores the key 'zipcll'; is it meant to be 'zipccl'?"
+    assert second == [misspelt]
+    assert first[0] == misspelt
+    assert "zipccl: deepspeed.comm is compressed" in first[1]
+    assert len(first) == 2
 
 
 def test_disabled_section_and_engines_that_disagree() -> None:

@@ -9,6 +9,7 @@ DeepSpeed makes the process group, the script has made it already, or `zero.Init
 from __future__ import annotations
 
 import functools
+import logging
 from difflib import get_close_matches
 from typing import Any
 
@@ -115,7 +116,8 @@ def read_section(ds_config: dict[str, Any]) -> None:
     config = ZipCCLConfig(**section)
     COMMUNICATORS.configure(config)
     state = "is compressed" if config.enabled else "stays native"
-    ds_utils.log_dist(f"zipccl: deepspeed.comm {state}: {config.model_dump_json()}", ranks=[0])
+    message = f"zipccl: deepspeed.comm {state}: {config.model_dump_json()}"
+    ds_utils.log_dist(message, ranks=[0], level=logging.WARNING)  # DeepSpeed shows nothing below
 
 
 def _with_zipccl(backend: type) -> type:
