@@ -11,7 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zipccl_core import ConfigError, ExponentCodec, Statistics, TransportError, WireFormatError, ZipCCLConfig
+from zipccl_core import (
+    ConfigError,
+    ExponentCodec,
+    Statistics,
+    TransportError,
+    WireFormatError,
+    ZipCCLConfig,
+    compress,
+)
+from zipccl_core.codec.frame import Header
 from zipccl_core.collective.work import ZipCCLWork
 from zipccl_core.testing import run_ranks, same_bits
 
@@ -399,6 +408,11 @@ def compressed_at_all(rank: int, world_size: int) -> None:
         assert c.raw_frames == 0, operation
         assert 1.2 < c.ratio < 1.5, operation
     peers = world_size - 1
+    frame = compress(torch.randn(60_000, generator=torch.Generator().manual_seed(rank)).to(BF16), ExponentCodec())
+    assert counters()["all_gather"].wire_nbytes == peers * frame.numel()
+    padding = -Header.read(frame).dynamic_nbytes % 128
+    assert counters()["all_gather"].padding_nbytes == peers * padding
+    assert counters()["all_gather"].escapes == Header.read(frame).dynamic_nbytes
     assert counters()["all_gather"].raw_nbytes == peers * 120_000
     assert counters()["all_gather"].self_nbytes == 120_000
     assert counters()["all_to_all"].raw_nbytes == peers * 120_000
