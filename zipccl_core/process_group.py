@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from zipccl_core.agreement import check_agreement
 from zipccl_core.collective.work import JoinedWork, completed_work
 from zipccl_core.communicator import Communicator
 from zipccl_core.config import ZipCCLConfig
-from zipccl_core.errors import ConfigError
 from zipccl_core.observe.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -306,26 +306,6 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         self._plain.abort()
-
-
-def check_agreement(store: Store, rank: int, own: str, name: str) -> None:
-    """Compares what ranks must have alike with rank 0's, through a store that they share. Blocks until rank 0 is here.
-
-    Raises:
-        ConfigError: it differs. A job whose ranks differ would hang, or compute something that no rank was asked for.
-    """
-    key = "zipccl/configuration"
-    if rank == 0:
-        store.set(key, own)
-        return
-    try:
-        first = store.get(key).decode()
-    except RuntimeError as error:
-        raise ConfigError(f"rank 0 of group {name!r} has no configuration; is zipccl installed there?") from error
-    if first != own:
-        raise ConfigError(
-            f"rank {rank} of group {name!r} is configured differently from rank 0.\nrank 0: {first}\nhere: {own}"
-        )
 
 
 def _waited(value: Any) -> Any:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zipccl_core import Communicator, ConfigError, Statistics, ZipCCLConfig, ZipCCLProcessGroup
+from zipccl_core.agreement import check_agreement
 from zipccl_core.collective.work import JoinedWork
-from zipccl_core.process_group import check_agreement
 
 if TYPE_CHECKING:
     from torch import Tensor
