@@ -164,7 +164,7 @@ def compress(tensor: Tensor, codec: Codec) -> Tensor:
 
 
 def decompress(frame: Tensor) -> Tensor:
-    """Decodes a frame, by the codec that its header names, into a new tensor of shape (numel,).
+    """Decodes a frame, by the codec that its header names, with default options, into a new tensor of shape (numel,).
 
     Args:
         frame: uint8; bytes behind the end of the frame are ignored.
