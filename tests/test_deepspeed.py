@@ -253,7 +253,12 @@ def test_a_world_destroyed_behind_its_back() -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore("2", store), rank=rank, world_size=world_size)
         ds_comm.all_reduce(torch.ones(5000, dtype=BF16))
         assert zipccl_deepspeed.stats()["all_reduce"].frames == frames, "no section has been read since"
+        DeepSpeedConfig(ds_config(1, ALL))
+        dist.destroy_process_group()  # without any call since the section
+        dist.init_process_group("gloo", store=dist.PrefixStore("3", store), rank=rank, world_size=world_size)
         DeepSpeedConfig(ds_config(1, {"codec": "raw", "strategy": "always"}))
+        for _ in range(rank):  # one rank reads the section more often
+            DeepSpeedConfig(ds_config(1, {"codec": "raw", "strategy": "always"}))
         ds_comm.all_reduce(torch.ones(5000, dtype=BF16))
         assert zipccl_deepspeed.stats()["all_reduce"].frames > frames
 

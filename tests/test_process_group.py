@@ -165,6 +165,31 @@ def test_two_communicators_on_one_group() -> None:
     run_ranks(run, 2, backend="gloo")
 
 
+def test_communicators_of_ones_own() -> None:
+    """Over a zipccl group, whose own compression stays out of their messages; in any number, if they are closed; and
+    where torch makes tensors on another device by default."""
+
+    def run(rank: int, world_size: int) -> None:
+        wanted = normal(20_000, 0) + normal(20_000, 1)
+        for _ in range(10):
+            communicator = Communicator(dist.group.WORLD, ALWAYS)
+            value = normal(20_000, rank)
+            communicator.all_reduce(value)
+            assert same_bits(value, wanted)
+            communicator.close()
+        value = normal(30_000, rank)
+        with torch.device("meta"):
+            communicator.all_reduce(value)
+            communicator.broadcast(value, 0)
+        assert same_bits(value, normal(30_000, 0) + normal(30_000, 1))
+        many = [Communicator(dist.group.WORLD, ALWAYS) for _ in range(6)]
+        with pytest.raises(ValueError, match="communicators already; close one"):
+            Communicator(dist.group.WORLD, ALWAYS)
+        assert len(many) == 6
+
+    run_ranks(run, 2, config=ALWAYS)
+
+
 def test_device_mesh_dtensor_and_functional_collectives() -> None:
     import torch.distributed._functional_collectives as fc
     from torch.distributed.device_mesh import init_device_mesh

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from zipccl_core.collective.memory import collides, cut, empty_flat, is_plain
 from zipccl_core.collective.transport import ProcessGroupTransport
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.work import LazyWork
-from zipccl_core.collective.worker import Worker
+from zipccl_core.collective.worker import EXIT_PATIENCE_S, Worker
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import ZipCCLError
 from zipccl_core.observe.statistics import Statistics
@@ -36,7 +35,7 @@ Native = Callable[[], Any]
 
 _REDUCTIONS = (Operation.REDUCE_SCATTER, Operation.ALL_REDUCE)
 _MOST_PLANS = 4096
-_MOST_MESSAGES = 64
+_MOST_OPEN_SENDS = 64
 
 
 class Calls:
@@ -58,7 +57,9 @@ class Calls:
         self._statistics = Statistics()
         self._worker = Worker(f"zipccl-{self.name}")
         self._call_numbers = itertools.count(step=2)  # an all-reduce uses two
-        self._messages: deque[LazyWork] = deque()
+        self._messages: dict[LazyWork, None] = {}  # those under way
+        self._open_sends: dict[LazyWork, None] = {}  # those of them that somebody may still wait for, oldest first
+        self._sends = Worker(f"zipccl-sends-{self.name}")
         self._told_about_device = False
         self.configure(ZipCCLConfig.of(config))
 
@@ -72,8 +73,10 @@ class Calls:
         return self._statistics
 
     def close(self) -> None:
-        """Ends the worker thread after the calls under way."""
+        """Ends the worker threads after the calls under way."""
         self._worker.stop()
+        self._sends.stop(EXIT_PATIENCE_S)
+        self.transport.close()
 
     def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
         """The plan of a compressed call, or None for a native one. All that it looks at is equal on all ranks."""
@@ -158,11 +161,22 @@ class Calls:
         self._worker.run(call)
         return None
 
-    def _keep(self, work: LazyWork) -> LazyWork:
-        """Keeps a message's memory alive until it has left or arrived, even where the caller drops the work."""
-        self._messages.append(work)
-        while self._messages and self._messages[0].has_ended():
-            self._messages.popleft()
-        if len(self._messages) > _MOST_MESSAGES:  # nobody waits for them
-            self._messages.popleft().end_in_background()
+    def _message(self, tensor: Tensor, finish: Callable[[], int | None], is_send: bool) -> LazyWork:
+        """The work of a message that is on its way.
+
+        Its memory is kept until it has left or arrived, even where the caller drops the work. Sends may be dropped for
+        good; beyond some of them, the oldest are ended by a thread of their own.
+        """
+        work = LazyWork([tensor], finish, self._forget)
+        self._messages[work] = None
+        if is_send:
+            self._open_sends[work] = None
+            if len(self._open_sends) > _MOST_OPEN_SENDS:
+                oldest = next(iter(self._open_sends))
+                self._open_sends.pop(oldest, None)
+                self._sends.submit(oldest.end, [])
         return work
+
+    def _forget(self, work: LazyWork) -> None:
+        self._messages.pop(work, None)
+        self._open_sends.pop(work, None)

@@ -21,7 +21,6 @@ from zipccl_core.collective.point_to_point import Recv, Send
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
 from zipccl_core.collective.transport import COLLECTIVE_TAG
 from zipccl_core.collective.wire import Wire
-from zipccl_core.collective.work import LazyWork
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
@@ -213,7 +212,7 @@ class Communicator(Calls):
             return self._native(Operation.SEND_RECV, native, tensor)
         with torch.no_grad():
             send = Send(tensor.contiguous().view(-1), dst, tag, self._wire(Operation.SEND_RECV, plan))
-        return self._keep(LazyWork([tensor], send.finish, lambda: None))
+        return self._message(tensor, send.finish, is_send=True)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, native: Native | None = None) -> Work | None:
         """Receives `tensor` from rank `src` of the group, or from any."""
@@ -224,12 +223,13 @@ class Communicator(Calls):
         flat = tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor)
         recv = Recv(flat, src, tag, self._wire(Operation.SEND_RECV, plan))
 
-        def finish() -> None:
-            recv.finish()
+        def finish() -> int:
+            source = recv.finish()
             if not tensor.is_contiguous():
                 tensor.copy_(flat.view(tensor.shape))
+            return source
 
-        return self._keep(LazyWork([tensor], finish, lambda: recv.source))
+        return self._message(tensor, finish, is_send=False)
 
     def _message_plan(self, tensor: Tensor, tag: int) -> Plan | None:
         if tag >= COLLECTIVE_TAG:

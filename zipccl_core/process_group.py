@@ -70,6 +70,11 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         for group in (self._plain, self):
             group._register_backend(device, kind, backend)
 
+    @property
+    def plain(self) -> dist.ProcessGroup:
+        """The inner group: gloo and NCCL, nothing compressed."""
+        return self._plain
+
     def stats(self) -> Statistics:
         """The counters of this group so far."""
         return self.communicator.stats()

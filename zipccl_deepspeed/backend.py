@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUM = dist.ReduceOp.SUM
+PATIENCE = timedelta(seconds=30)
+"""How long a rank waits for rank 0's section, to compare."""
 ADAPTER_SPACE = 1
 """Of message tags; users' own communicators on the same group have others."""
 
@@ -31,7 +34,9 @@ class Communicators:
         self.config: ZipCCLConfig | None = None
         self._by_group: dict[Any, Communicator] = {}
         self._ended = Statistics()
-        self._sections_read = 0
+        self._world: Any = None
+        """The default group in which the section was read."""
+        self._worlds = 0
 
     def configure(self, config: ZipCCLConfig) -> None:
         """Takes the section of an engine.
@@ -41,17 +46,18 @@ class Communicators:
                 agree. Or rank 0 has a different one.
         """
         self._drop_destroyed()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._sections_read += 1
-            store = c10d.PrefixStore(f"zipccl/section {self._sections_read}", c10d._get_default_store())
-            check_agreement(store, dist.get_rank(), config.agreement(), "world")
         if self.config is not None and self.config != config:
             raise ConfigError(
                 "two engines in one process have different 'zipccl' sections, but share deepspeed.comm; "
                 "give both the same.\n"
                 f"first: {self.config.model_dump_json()}\nsecond: {config.model_dump_json()}"
             )
-        self.config = config
+        is_first = self.config is None
+        self.config, self._world = config, dist.group.WORLD
+        if is_first and self._world is not None and self._world.size() > 1:
+            self._worlds += 1
+            store = c10d.PrefixStore(f"zipccl/section of world {self._worlds}", c10d._get_default_store())
+            check_agreement(store, dist.get_rank(), config.agreement(), "world", PATIENCE)
 
     def of(self, group: Any) -> Communicator | None:
         """The communicator of a group; None where calls are DeepSpeed's own: no section, a group that this rank is not
@@ -76,11 +82,10 @@ class Communicators:
 
     def _drop_destroyed(self) -> None:
         alive = c10d._world.pg_map
-        destroyed = [group for group in self._by_group if group not in alive]
-        for group in destroyed:
+        for group in [group for group in self._by_group if group not in alive]:
             self.forget(group)
-        if destroyed and not self._by_group:
-            self.config = None  # the section was that of a world that is no more
+        if self._world is not None and self._world not in alive:
+            self.config, self._world = None, None  # the section was that of a world that is no more
 
     def forget(self, group: Any = None) -> None:
         """Ends the communicator of a group; without one, all, and the configuration and counters with them."""
@@ -90,7 +95,7 @@ class Communicators:
                 communicator.close()
                 self._ended = Statistics.sum([self._ended, communicator.stats()])
         if group is None:
-            self.config, self._ended = None, Statistics()
+            self.config, self._world, self._ended = None, None, Statistics()
 
     def stats(self) -> Statistics:
         """The counters of all groups, added up; groups of the backend `zipccl` count without a section, too."""

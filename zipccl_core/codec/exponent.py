@@ -77,7 +77,7 @@ class ExponentCodec(Codec):
         values = tensor.reshape(-1).view(torch.int16)
         dynamic, window = frame.dynamic, self._window
         if self.table is not None:
-            frame.params[:7] = torch.tensor(self.table, dtype=torch.uint8)
+            frame.params[:7] = torch.tensor(self.table, dtype=torch.uint8, device=tensor.device)
         count = frame.dynamic_nbytes
         kernel = select(tensor.device, self.kernels)
         kernel.encode(values, frame.static, dynamic, count, window, self.threads or torch.get_num_threads())

@@ -96,7 +96,8 @@ class Scratch:
             if buffers:
                 self._free_nbytes -= size
                 return buffers.pop()
-        return empty(size, dtype=torch.uint8)
+        with torch.inference_mode(False):  # normal calls will reuse it
+            return empty(size, dtype=torch.uint8, device="cpu")
 
     def give(self, buffer: Tensor) -> None:
         """Returns a buffer for reuse."""

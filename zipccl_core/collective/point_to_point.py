@@ -34,11 +34,11 @@ class Recv:
     def __init__(self, values: Tensor, peer: int | None, tag: int, wire: Wire) -> None:
         self._wire, self._values = wire, values
         self._arriving = wire.expect(values.numel(), values.dtype, peer, tag)
-        self.source = peer
 
-    def finish(self) -> None:
-        """Receives and decodes."""
-        frame, self.source = self._arriving.wait()
-        self._wire.decode(frame, self._values, self.source)
+    def finish(self) -> int:
+        """Receives and decodes; returns the rank that it came from."""
+        frame, source = self._arriving.wait()
+        self._wire.decode(frame, self._values, source)
         self._wire.release(frame)
         self._wire.close()
+        return source

@@ -56,6 +56,9 @@ class Transport(Protocol):
     def recv(self, data: Tensor, peer: int | None, tag: int) -> Handle:
         """Receives a message of at most `data.numel()` bytes, from any rank where `peer` is None."""
 
+    def close(self) -> None:
+        """No more messages will be sent or received."""
+
 
 class ProcessGroupTransport:
     """A transport over the point-to-point operations of a torch ProcessGroup, or of a backend.
@@ -66,21 +69,26 @@ class ProcessGroupTransport:
     them in the same order.
     """
 
-    _made: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()
+    _spaces: ClassVar[WeakKeyDictionary[Any, set[int]]] = WeakKeyDictionary()
 
     def __init__(self, group: ProcessGroup, name: str = "", space: int | None = None) -> None:
-        self._group = group
+        self._group = getattr(group, "plain", group)  # below a zipccl group, which would compress frames
         self._name = name or str(getattr(group, "group_name", ""))
         self.rank, self.world_size = group.rank(), group.size()
+        taken = self._spaces.setdefault(self._group, set())
         if space is None:
-            space = self._made.get(group, FIRST_FREE_SPACE)
-            if space >= _SPACES:
-                raise ValueError(f"more than {_SPACES - FIRST_FREE_SPACE} communicators on group {self._name!r}")
-            self._made[group] = space + 1
-        self._space = space << _SPACE_SHIFT
+            space = min(set(range(FIRST_FREE_SPACE, _SPACES)) - taken, default=_SPACES)
+        if space >= _SPACES:
+            raise ValueError(f"group {self._name!r} has {len(taken)} communicators already; close one")
+        taken.add(space)
+        self._space = space
+
+    def close(self) -> None:
+        """Gives the space of its tags back."""
+        self._spaces.get(self._group, set()).discard(self._space)
 
     def _tag(self, tag: int) -> int:
-        return tag | self._space if tag & COLLECTIVE_TAG else tag
+        return tag | self._space << _SPACE_SHIFT if tag & COLLECTIVE_TAG else tag
 
     def send(self, data: Tensor, peer: int, tag: int) -> Handle:
         """Sends contiguous bytes."""

@@ -98,15 +98,21 @@ class LazyWork(ZipCCLWork):
 
     Args:
         result: the tensors.
-        finish: receives and decodes; called once.
-        source: the rank that a receive came from, once finished.
+        finish: receives and decodes; called once. Returns the rank that a receive came from.
+        ended: called with this when the call has ended.
     """
 
     def __init__(
-        self, result: list[torch.Tensor], finish: Callable[[], None], source: Callable[[], int | None]
+        self, result: list[torch.Tensor], finish: Callable[[], int | None], ended: Callable[[LazyWork], object]
     ) -> None:
         super().__init__(result)
-        self._finish, self._source = in_mode_of_caller(finish), source
+        self._source: int | None = None
+
+        def finish_and_keep_source() -> None:
+            self._source = finish()
+
+        self._finish: Callable[[], None] | None = in_mode_of_caller(finish_and_keep_source)
+        self._tell_ended = ended
         self._finishing = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -115,12 +121,8 @@ class LazyWork(ZipCCLWork):
         if timeout:
             self.end_in_background()
         else:
-            self._end()
+            self.end()
         return super().wait(timeout)
-
-    def has_ended(self) -> bool:
-        """Whether the call has ended; starts nothing."""
-        return self._ended.is_set()
 
     def is_completed(self) -> bool:
         """Whether the call has ended. Who polls does not wait: from the first poll on a thread of its own ends it."""
@@ -135,23 +137,25 @@ class LazyWork(ZipCCLWork):
     def end_in_background(self) -> None:
         """Lets a thread of its own end the call."""
         if self._thread is None and not self._ended.is_set():
-            self._thread = threading.Thread(target=self._end, name="zipccl-message", daemon=True)
+            self._thread = threading.Thread(target=self.end, name="zipccl-message", daemon=True)
             self._thread.start()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the call here, unless it has ended. Errors are for those who wait."""
         with self._finishing:
-            if self._ended.is_set():
+            if self._finish is None:
                 return
             error: BaseException | None = None
             try:
                 self._finish()
             except BaseException as caught:  # raised by every wait
                 error = caught
+            self._finish = None  # and with it the message's memory
+            self._tell_ended(self)
             self.complete(error)
 
     def _source_rank(self) -> int:
-        source = self._source()
-        return -1 if source is None else source
+        return -1 if self._source is None else self._source
 
 
 class JoinedWork(dist.Work):
