@@ -28,7 +28,7 @@ class ExponentCodec(Codec):
     1024 values has a window of its own, placed by the mean of its exponents.
 
     Args:
-        sigma: the standard deviation of the values, for one window placed by theory (arXiv 2604.27844, section 3)
+        sigma: the standard deviation of the values, for one window placed by theory (docs/theory.md, section 2)
             instead.
         table: seven different biased exponents in descending order of use, for an arbitrary table instead of a
             window.

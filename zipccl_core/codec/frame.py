@@ -67,7 +67,7 @@ class FrameLayout(NamedTuple):
 
     @property
     def static_frame_nbytes(self) -> int:
-        """Header and static part: what is sent first."""
+        """Header and static part: the offset of the dynamic part."""
         return HEADER_NBYTES + align(self.static_nbytes)
 
 

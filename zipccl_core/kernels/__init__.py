@@ -98,6 +98,6 @@ def select(device: torch.device, wanted: str = "auto") -> Kernels:
 def tell_that_not_built() -> None:
     """Says once a process that the fast kernels are missing, and what to do."""
     logger.warning(
-        "zipccl: the native kernels were not built, and the reference kernels give the same bytes 70 times slower, "
+        "zipccl: the native kernels were not built, and the reference kernels give the same bytes 100 times slower, "
         "too slow to save time on most networks; install a C compiler and reinstall zipccl"
     )
