@@ -238,13 +238,13 @@ def broadcast_and_messages(rank: int, world_size: int) -> None:
         for work in works:
             work.wait()
 
-    # from any source, and blocking
+    # from any source, and blocking; under a tag of its own, or a fast rank's later message could be taken for its first
     if rank == 0:
         out = torch.zeros(20_000, dtype=BF16)
-        sources = {dist.recv(out) for _ in range(world_size - 1)}
+        sources = {dist.recv(out, tag=5) for _ in range(world_size - 1)}
         assert sources == set(range(1, world_size))
     else:
-        dist.send(data(20_000, rank), 0)
+        dist.send(data(20_000, rank), 0, tag=5)
     # a polled receive
     dist.isend(data(20_000, rank), ahead, tag=9)  # its work is dropped
     out = torch.zeros(20_000, dtype=BF16)
