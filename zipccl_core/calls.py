@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +13,11 @@ import torch.distributed as dist
 
 from zipccl_core.codec.reduction import REDUCIBLE
 from zipccl_core.collective.base import Collective
-from zipccl_core.collective.memory import collides, cut, empty_flat, is_plain
+from zipccl_core.collective.device import CudaDevice
+from zipccl_core.collective.device_path import DeviceCall, DevicePath
+from zipccl_core.collective.exchange import Link
+from zipccl_core.collective.memory import collides, cut, empty_flat, flat_copy, is_plain, uncopy
+from zipccl_core.collective.mover import all_agree, mover_of
 from zipccl_core.collective.transport import ProcessGroupTransport
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.work import LazyWork
@@ -24,8 +29,10 @@ from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup, Work
 
+    from zipccl_core.collective.device import Device
     from zipccl_core.collective.transport import Transport
 
 logger = logging.getLogger("zipccl")
@@ -49,6 +56,8 @@ class Calls:
         transport: Transport | None = None,
         name: str = "",
         space: int | None = None,
+        store: Store | None = None,
+        devices: Mapping[torch.device, Device] | None = None,
     ) -> None:
         self.group = group
         self.name = name or str(getattr(group, "group_name", "") or "default")
@@ -60,13 +69,17 @@ class Calls:
         self._messages: dict[LazyWork, None] = {}  # those under way
         self._open_sends: dict[LazyWork, None] = {}  # those of them that somebody may still wait for, oldest first
         self._sends = Worker(f"zipccl-sends-{self.name}")
-        self._told_about_device = False
+        self._store = store
+        self._devices = dict(devices or {})
+        self._paths: dict[torch.device, DevicePath] = {}
+        self._works_on: dict[tuple[torch.device, Operation], bool] = {}
         self.configure(ZipCCLConfig.of(config))
 
     def configure(self, config: ZipCCLConfig) -> None:
         """Changes the configuration; all ranks must do so between the same two calls."""
         self.config = config
         self._plans: dict[tuple[Operation, torch.dtype, int | None], Plan] = {}
+        self._works_on.clear()
 
     def stats(self) -> Statistics:
         """The counters of this group so far."""
@@ -75,6 +88,8 @@ class Calls:
     def close(self) -> None:
         """Ends the worker threads after the calls under way."""
         self._worker.stop()
+        for path in self._paths.values():
+            path.close()
         self._sends.stop(EXIT_PATIENCE_S)
         self.transport.close()
 
@@ -85,22 +100,53 @@ class Calls:
         # not `op in (SUM, AVG)`, which is always false for the ReduceOp objects that torch passes
         if operation in _REDUCTIONS and not (tensor.dtype in REDUCIBLE and (op == SUM or op == AVG)):  # noqa: SIM109
             return None
-        if tensor.device.type != "cpu":
-            if not self._told_about_device and self.config.codec.supports(tensor.dtype):
-                self._told_about_device = True
-                logger.warning(
-                    "zipccl: group %r: tensors on %s are sent natively; only CPU tensors are compressed so far",
-                    self.name,
-                    tensor.device.type,
-                )
-            return None
         key = (operation, tensor.dtype, numel)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:  # sizes that change from step to step
                 self._plans.clear()
             plan = self._plans[key] = self.config.plan(operation, tensor.dtype, numel, self.world_size)
-        return plan if plan.codec is not None else None
+        if plan.codec is None:
+            return None
+        where = tensor.device
+        if where.type == "cpu" and where not in self._devices:
+            return plan
+        return plan if self._works(where, operation, plan) else None
+
+    def _works(self, where: torch.device, operation: Operation, plan: Plan) -> bool:
+        """Whether frames of this plan can be made on a device: on all ranks, which ask each other once."""
+        device = self._device(where)
+        if device is None:
+            return False
+        if device.capturing():
+            _tell_once("zipccl: collectives in a graph that is captured are native: the host has to read sizes")
+            return False
+        works = self._works_on.get((where, operation))
+        if works is None:
+            works = self._works_on[where, operation] = self._agree(where, operation, plan)
+        return works
+
+    def _agree(self, where: torch.device, operation: Operation, plan: Plan) -> bool:
+        if operation == Operation.SEND_RECV:
+            _tell_once("zipccl: messages between two GPUs (send and recv) are native (docs/adr/005)")
+            return False
+        assert plan.codec is not None
+        reason = plan.codec.unavailable(where)
+        self._worker.drain()
+        if not all_agree(self.group, where, reason is None):
+            _tell_once(f"zipccl: {operation} on {where} is native: {reason or 'another rank cannot compress it'}")
+            return False
+        if where not in self._paths:
+            self._paths[where] = DevicePath(self._devices[where], mover_of(self.group, where, self._store))
+        return True
+
+    def _device(self, where: torch.device) -> Device | None:
+        device = self._devices.get(where)
+        if device is None and where.type == "cuda":
+            device = self._devices[where] = CudaDevice(where)
+        if device is None and where.type != "cpu":
+            _tell_once(f"zipccl: tensors on {where.type} are sent natively; CPUs and CUDA GPUs are supported")
+        return device
 
     def _native(self, operation: Operation, native: Native, *tensors: Tensor) -> Work | None:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -135,6 +181,11 @@ class Calls:
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError(f"{collective.operation}: dtypes differ: {[str(tensor.dtype) for tensor in tensors]}")
         wire = self._wire(collective.operation, plan, next(self._call_numbers))
+        path = self._paths.get(tensors[0].device)
+        if path is not None:
+            return self._run_on_device(
+                path, collective, plan, outputs, inputs, async_op, wire, out_sizes, in_sizes, in_place
+            )
 
         def call() -> None:
             try:
@@ -161,6 +212,60 @@ class Calls:
         self._worker.run(call)
         return None
 
+    def _run_on_device(
+        self,
+        path: DevicePath,
+        collective: Collective,
+        plan: Plan,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        async_op: bool,
+        wire: Wire,
+        out_sizes: list[int] | None,
+        in_sizes: list[int] | None,
+        in_place: Collection[tuple[int, int]],
+    ) -> Work | None:
+        """The same as steps on the group's communication stream; flat memory that is not the caller's is of that."""
+        assert plan.codec is not None
+        before: list[Callable[[], None]] = []
+        after: list[Callable[[], None]] = []
+        with path.device.on(path.stream), torch.no_grad():
+            if collective.flattens:
+                flat_inputs = flat_outputs = [flat_copy(inputs, before)]
+                uncopy(flat_outputs[0], outputs, after)
+            else:
+                flat_inputs = [
+                    tensor.view(-1) if tensor.is_contiguous() else flat_copy([tensor], before) for tensor in inputs
+                ]
+                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in outputs]
+            parts_in = cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
+            parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
+            if not collective.flattens and collides(parts_out, parts_in, in_place):
+                flat_outputs = [empty_flat(tensor) for tensor in outputs]
+                parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
+            if not collective.flattens:
+                for tensor, flat in zip(outputs, flat_outputs, strict=True):
+                    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+                        uncopy(flat, [tensor], after)
+        link = Link(
+            path.device, path.mover, inputs[0].device if inputs else outputs[0].device, plan.codec, plan.dynamic_cap
+        )
+        call = DeviceCall(
+            path,
+            lambda: collective.exchanges(parts_out, parts_in, link, plan),
+            before,
+            after,
+            [*outputs, *inputs, *flat_outputs, *flat_inputs],
+            plan.dynamic_cap,
+            wire,
+            f"{collective.operation} on rank {self.rank} of group {self.name!r}",
+        )
+        work = path.run(call, list(outputs or inputs), self._worker, async_op)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
     def _message(self, tensor: Tensor, finish: Callable[[], int | None], is_send: bool) -> LazyWork:
         """The work of a message that is on its way.
 
@@ -180,3 +285,8 @@ class Calls:
     def _forget(self, work: LazyWork) -> None:
         self._messages.pop(work, None)
         self._open_sends.pop(work, None)
+
+
+@functools.cache
+def _tell_once(message: str) -> None:
+    logger.warning("%s", message)

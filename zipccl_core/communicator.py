@@ -27,19 +27,23 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Work
 
+    from zipccl_core.collective.exchange import Exchange, Link
+
 
 class Communicator(Calls):
     """Collectives of one group, by torch.distributed's names, carried compressed where the configuration says so.
 
     Ranks (`src`, `dst`) are ranks in the group. Every call returns a `Work` with `async_op=True`, else None once its
-    output is there. What has no compressed path (another dtype, a GPU tensor, a reduction other than SUM and AVG, a
-    group of one) or is not chosen goes to `native`.
+    output is there (on a GPU: in the order of the current stream). What has no compressed path (another dtype, a
+    reduction other than SUM and AVG, a group of one, a message between two GPUs) or is not chosen goes to `native`.
 
     Args:
         group: the torch group whose native operations and point-to-point messages are used.
         config: a configuration or a mapping of its keys; by default what the environment says.
         transport: moves the bytes; by default over the group's point-to-point operations.
         name: for messages.
+        store: of the group, for a NCCL communicator of ZipCCL's own; by default the one that torch knows.
+        devices: devices other than GPUs, by where their tensors lie; for tests.
     """
 
     # ------------------------------------------------------------------ gathers
@@ -241,6 +245,7 @@ class _FlatAllReduce(Collective):
     """An all-reduce of several tensors as if they were one."""
 
     operation = Operation.ALL_REDUCE
+    flattens = True
 
     def __init__(self, collective: AllReduce) -> None:
         self._collective = collective
@@ -251,6 +256,12 @@ class _FlatAllReduce(Collective):
         self._collective.run([flat], [flat], wire, plan)
         for output, values in zip(outputs, cut(flat, [output.numel() for output in outputs]), strict=True):
             output.copy_(values)
+
+    def exchanges(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
+    ) -> Sequence[Exchange]:
+        """One flat output and input."""
+        return self._collective.exchanges(outputs, inputs, link, plan)
 
 
 def _threads(plan: Plan) -> int:

@@ -72,6 +72,7 @@ class OperationConfig(_Section):
     strategy: AnyStrategy | None = None
     chunk_nbytes: ChunkNbytes | None = None
     reduction: Literal["fp32", "gloo"] | None = None
+    dynamic_sizes: Literal["exact", "capped"] | None = None
 
 
 class ZipCCLConfig(_Section):
@@ -86,6 +87,11 @@ class ZipCCLConfig(_Section):
         reduction: order of additions in compressed reduce-scatter and all-reduce. `fp32` adds in rank order in fp32
             and rounds once. `gloo` repeats native gloo's order and roundings, bit for bit.
         chunk_nbytes: bytes of a tensor in one frame. Encoding, wire and decoding of successive frames overlap.
+        dynamic_sizes: on a GPU, how the part of a frame travels whose size depends on the values. `exact`: in a
+            message of its own, of its exact size, for which the host waits between the two. `capped`: in one message
+            with the rest, which has room for `dynamic_cap` bytes a value; what does not fit follows, and the host waits
+            only when the call is waited for.
+        dynamic_cap: see there. Normally distributed values need 0.03, gradients up to 0.07.
         operations: overrides for single operations: `all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce`,
             `broadcast`, `send_recv`.
 
@@ -98,6 +104,8 @@ class ZipCCLConfig(_Section):
     strategy: AnyStrategy = ThresholdStrategy()
     reduction: Literal["fp32", "gloo"] = "fp32"
     chunk_nbytes: ChunkNbytes = 4 << 20
+    dynamic_sizes: Literal["exact", "capped"] = "exact"
+    dynamic_cap: Annotated[float, Field(gt=0, le=2)] = 0.08
     operations: Annotated[dict[Operation, OperationConfig], BeforeValidator(_known_operations)] = {}
 
     @classmethod
@@ -142,7 +150,10 @@ class ZipCCLConfig(_Section):
         if not codec.supports(dtype):
             return NATIVE
         chunk_numel = (override.chunk_nbytes or self.chunk_nbytes) // 2048 * 1024
-        compressed = Plan(codec, chunk_numel, override.reduction or self.reduction)
+        capped = (override.dynamic_sizes or self.dynamic_sizes) == "capped"
+        compressed = Plan(
+            codec, chunk_numel, override.reduction or self.reduction, self.dynamic_cap if capped else None
+        )
         return strategy.choose(Call(operation, dtype, numel, world_size, compressed))
 
     def __hash__(self) -> int:

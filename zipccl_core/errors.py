@@ -9,6 +9,8 @@ ZipCCLError
 ```
 """
 
+from __future__ import annotations
+
 
 class ZipCCLError(Exception):
     """The base of all of ZipCCL's own exceptions."""
@@ -20,6 +22,9 @@ class ConfigError(ZipCCLError, ValueError):
 
 class WireFormatError(ZipCCLError, ValueError):
     """Bytes that are not the frame they should be: the message names the field, what came and what was wanted."""
+
+    frame: int | None = None
+    """Of several frames that were decoded together, which."""
 
 
 class TransportError(ZipCCLError, RuntimeError):

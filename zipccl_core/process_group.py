@@ -62,7 +62,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         for group in (self._plain, self):
             group._set_default_backend(default)
         self._coalescing: list[Work] | None = None
-        self.communicator = Communicator(self._plain, config, name=name, space=0)
+        self.communicator = Communicator(self._plain, config, name=name, space=0, store=store)
         check_agreement(store, rank, self.communicator.config.agreement(), name)
 
     def _add_backend(self, device: torch.device, kind: Any, backend: Any) -> None:

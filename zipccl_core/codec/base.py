@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from zipccl_core.codec.frame import DTYPE_CODES, DTYPES, HEADER_NBYTES, Frame, FrameLayout, Header, align
 from zipccl_core.errors import ConfigError, WireFormatError
+from zipccl_core.kernels import OVERFLOW
 from zipccl_core.registry import Registry
 
 if TYPE_CHECKING:
@@ -91,6 +92,55 @@ class Codec(BaseModel, ABC):
             except WireFormatError as error:
                 raise WireFormatError(f"from rank {rank}: {error}") from error
         reduction.reduce(parts, out)
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Why this codec cannot be used for tensors on a device in this process, and what to do; None where it can."""
+        return None
+
+    # Several frames at a time, for collectives on a device. A codec with kernels for whole frames overrides them.
+
+    def write_all(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tensor:
+        """`write`, for several tensors of one device. The frame of a tensor stands at the start of its buffer.
+
+        Returns:
+            The frames' dynamic_nbytes: int64, shape (n,), on the device.
+        """
+        frames = [self.write(tensor, buffer) for tensor, buffer in zip(tensors, buffers, strict=True)]
+        return torch.cat([frame.dynamic_nbytes for frame in frames])
+
+    def read_all(self, frames: Sequence[Frame], outs: Sequence[Tensor]) -> Tensor:
+        """`read`, for several frames of one device, of which some may not have arrived whole.
+
+        Returns:
+            What became of each: int32, shape (n,), on the device. 0: it was decoded. OVERFLOW: more of its dynamic
+            part has to come, and its output is not written yet. Anything else: it is damaged, as `explain` tells.
+
+        Raises:
+            WireFormatError: a frame is damaged, and the host has seen it; its `frame` is the frame's index.
+        """
+        status = []
+        for index, (frame, out) in enumerate(zip(frames, outs, strict=True)):
+            if not frame.is_here(frame.header):
+                status.append(OVERFLOW)
+                continue
+            try:
+                self.read(frame, out)
+            except WireFormatError as error:
+                error.frame = index
+                raise
+            status.append(0)
+        return torch.tensor(status, dtype=torch.int32, device=outs[0].device if outs else None)
+
+    def reduce_all(self, frames: Sequence[Frame | Tensor], out: Tensor, reduction: Reduction) -> Tensor:
+        """`decode_reduce`, for frames of which some may not have arrived whole. Returns a status as `read_all`."""
+        status = [OVERFLOW if isinstance(frame, Frame) and not frame.is_here(frame.header) else 0 for frame in frames]
+        if not any(status):
+            self.decode_reduce(frames, out, reduction)
+        return torch.tensor(status, dtype=torch.int32, device=out.device)
+
+    def explain(self, status: int) -> str:
+        """What a status of `read_all` or `reduce_all` says is wrong with a frame."""
+        return f"damaged frame (status {status:#x})"
 
     # What follows is the same for every codec and final.
 

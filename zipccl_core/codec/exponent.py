@@ -10,12 +10,17 @@ from pydantic import Field, model_validator
 from zipccl_core.codec.base import Codec
 from zipccl_core.codec.frame import Frame, FrameLayout, align
 from zipccl_core.codec.gaussian import window_start
-from zipccl_core.errors import ConfigError
-from zipccl_core.kernels import BLOCK, Window, select, static_nbytes
+from zipccl_core.errors import ConfigError, WireFormatError
+from zipccl_core.kernels import BLOCK, Split, Window, select, select_frames, static_nbytes, why_no_cuda
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from typing_extensions import Self
+
+    from zipccl_core.codec.reduction import Reduction
+    from zipccl_core.kernels import FrameKernels
 
 Exponent = Annotated[int, Field(ge=0, le=255)]
 
@@ -42,7 +47,7 @@ class ExponentCodec(Codec):
     id: Literal["exponent"] = "exponent"
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     table: tuple[Exponent, ...] | None = None
-    kernels: Literal["auto", "reference", "native"] = "auto"
+    kernels: Literal["auto", "reference", "native", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
 
     block_size: ClassVar[int] = BLOCK
@@ -74,6 +79,10 @@ class ExponentCodec(Codec):
 
     def encode(self, tensor: Tensor, frame: Frame) -> None:
         """Writes offsets, meta, blocks and escapes, or a RAW frame where the escapes would not fit."""
+        frames = select_frames(tensor.device, self.kernels)
+        if frames is not None:
+            frames.encode_frames([tensor], [frame.buffer], self._window)
+            return
         values = tensor.reshape(-1).view(torch.int16)
         dynamic, window = frame.dynamic, self._window
         if self.table is not None:
@@ -86,6 +95,12 @@ class ExponentCodec(Codec):
 
     def decode(self, frame: Frame, out: Tensor) -> None:
         """Restores every bit. Raises WireFormatError where the body contradicts itself."""
+        frames = select_frames(out.device, self.kernels)
+        if frames is not None:
+            (status,) = frames.decode_frames([_split(frame)], [out]).tolist()
+            if status:
+                raise WireFormatError(self.explain(status))
+            return
         kernel = select(out.device, self.kernels)
         n_escapes = int(frame.dynamic_nbytes)
         values = out.reshape(-1).view(torch.int16)
@@ -93,7 +108,50 @@ class ExponentCodec(Codec):
             frame.static, frame.dynamic[:n_escapes], values, frame.params, self.threads or torch.get_num_threads()
         )
 
+    # On a GPU all frames of a call are one launch, and the host waits for nothing.
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """The CUDA kernels need PyCUDA, a driver, and nvcc or a wheel that ships them compiled."""
+        return why_no_cuda(device) if device.type == "cuda" and self.kernels in ("auto", "cuda") else None
+
+    def write_all(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tensor:
+        """As the base's; one launch on a GPU, unless there are checksums, which are the host's to compute."""
+        frames = self._whole_frames(tensors)
+        if frames is None:
+            return super().write_all(tensors, buffers)
+        return frames.encode_frames(tensors, buffers, self._window)
+
+    def read_all(self, frames: Sequence[Frame], outs: Sequence[Tensor]) -> Tensor:
+        """As the base's; one launch on a GPU."""
+        kernels = self._whole_frames(outs)
+        if kernels is None:
+            return super().read_all(frames, outs)
+        return kernels.decode_frames([_split(frame) for frame in frames], outs)
+
+    def reduce_all(self, frames: Sequence[Frame | Tensor], out: Tensor, reduction: Reduction) -> Tensor:
+        """As the base's; on a GPU, and in fp32 order, one launch that decodes and adds in registers."""
+        kernels = self._whole_frames([out]) if reduction.order == "fp32" else None
+        if kernels is None:
+            return super().reduce_all(frames, out, reduction)
+        parts = [_split(frame) if isinstance(frame, Frame) else frame for frame in frames]
+        return kernels.decode_reduce(parts, out, len(parts) if reduction.average else 1)
+
+    def explain(self, status: int) -> str:
+        """What the CUDA kernels have found."""
+        from zipccl_core.kernels import cuda
+
+        return f"damaged frame: {cuda.explain(status)}"
+
+    def _whole_frames(self, tensors: Sequence[Tensor]) -> FrameKernels | None:
+        if not tensors or self.checksum != "none":
+            return None
+        return select_frames(tensors[0].device, self.kernels)
+
     @property
     def _window(self) -> Window:
         base = None if self.sigma is None else window_start(self.sigma)
         return Window(base, self.table)
+
+
+def _split(frame: Frame) -> Split:
+    return Split(frame.buffer[: frame.layout.static_frame_nbytes], frame.dynamic)

@@ -144,12 +144,18 @@ class Frame:
     A codec writes `static` and `dynamic` and, where it has a dynamic part, `dynamic_nbytes`; a codec with a static
     part only touches nothing else. All views live on the buffer's device, so that a kernel can write the count where
     it stands.
+
+    A frame that came in two messages is *split*: `buffer` has header and static part, and `apart` what has arrived of
+    the dynamic part.
     """
 
-    __slots__ = ("buffer", "dtype", "layout", "numel")
+    __slots__ = ("apart", "buffer", "dtype", "layout", "numel")
 
-    def __init__(self, buffer: Tensor, numel: int, dtype: torch.dtype, layout: FrameLayout) -> None:
+    def __init__(
+        self, buffer: Tensor, numel: int, dtype: torch.dtype, layout: FrameLayout, apart: Tensor | None = None
+    ) -> None:
         self.buffer, self.numel, self.dtype, self.layout = buffer, numel, dtype, layout
+        self.apart = apart
 
     @property
     def static(self) -> Tensor:
@@ -158,7 +164,10 @@ class Frame:
 
     @property
     def dynamic(self) -> Tensor:
-        """uint8: room for the dynamic part, as much as the layout allows, however large the buffer is."""
+        """uint8: room for the dynamic part, as much as the layout allows, whatever the buffer; of a split frame,
+        what has arrived."""
+        if self.apart is not None:
+            return self.apart
         return self.buffer[self.layout.static_frame_nbytes : self.layout.frame_nbytes]
 
     @property
@@ -178,8 +187,21 @@ class Frame:
 
     @property
     def data(self) -> Tensor:
-        """uint8: exactly the bytes of this frame. Reads the header."""
-        return self.buffer[: self.header.frame_nbytes]
+        """uint8: exactly the bytes of this frame, a copy where it is split. Reads the header."""
+        return self._first_bytes(self.header.frame_nbytes)
+
+    def is_here(self, header: Header) -> bool:
+        """Whether all bytes that the header claims have arrived."""
+        if self.apart is None:
+            return header.frame_nbytes <= self.buffer.numel()
+        return align(header.dynamic_nbytes) <= self.apart.numel()
+
+    def _first_bytes(self, nbytes: int) -> Tensor:
+        if self.apart is None:
+            return self.buffer[:nbytes]
+        static_nbytes = self.layout.static_frame_nbytes
+        parts = [self.buffer[: min(nbytes, static_nbytes)], self.apart[: max(0, nbytes - static_nbytes)]]
+        return torch.cat(parts) if parts[1].numel() else parts[0]
 
     def begin(self, codec_id: str, block_size: int) -> None:
         """First step of the sender: a fresh header, nothing set yet, and zeros behind the static part."""
@@ -203,7 +225,7 @@ class Frame:
     def read_raw(self, out: Tensor) -> None:
         """Copies the tensor of a RAW frame into contiguous `out`."""
         raw = out.reshape(-1).view(torch.uint8)
-        raw.copy_(self.buffer[HEADER_NBYTES : HEADER_NBYTES + raw.numel()])
+        raw.copy_(self._first_bytes(HEADER_NBYTES + raw.numel())[HEADER_NBYTES:])
 
     def seal(self, checksum: str) -> None:
         """Last step of the sender: zeros behind the dynamic part, then the checksum over everything.
@@ -236,8 +258,9 @@ class Frame:
             raise WireFormatError(
                 f"frame claims {header.frame_nbytes} bytes, {self.numel} values need {self.layout.frame_nbytes} at most"
             )
-        if header.frame_nbytes > self.buffer.numel():
-            raise WireFormatError(f"truncated frame: {self.buffer.numel()} bytes of {header.frame_nbytes}")
+        if not self.is_here(header):
+            came_nbytes = self.buffer.numel() + (0 if self.apart is None else self.apart.numel())
+            raise WireFormatError(f"truncated frame: {came_nbytes} bytes of {header.frame_nbytes}")
         if header.raw:
             raw_nbytes = max(0, self.numel * self.dtype.itemsize - align(self.layout.static_nbytes))
             if header.dynamic_nbytes != raw_nbytes:
@@ -251,7 +274,7 @@ class Frame:
         Raises:
             WireFormatError: the checksum is wrong.
         """
-        if header.checksum_kind and (came := _checksum(self.buffer[: header.frame_nbytes])) != header.checksum:
+        if header.checksum_kind and (came := _checksum(self._first_bytes(header.frame_nbytes))) != header.checksum:
             raise WireFormatError(
                 f"checksum is {header.checksum:#010x}, the frame has {came:#010x}: it was damaged on its way"
             )

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import Collective, exchange, others
+from zipccl_core.collective.exchange import Gather
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from zipccl_core.codec.frame import Frame
+    from zipccl_core.collective.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 
@@ -35,3 +37,17 @@ class AllGather(Collective):
         peers = others(wire)
         incoming = {peer: outputs[peer].numel() for peer in peers}
         exchange(wire, plan.chunk_numel, [(peers, values)], incoming, values.dtype, deliver)
+
+    def exchanges(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
+    ) -> Sequence[Exchange]:
+        """As in `run`."""
+        (values,), rank = inputs, link.mover.rank
+        step, most = link.device.chunk_numel, max(output.numel() for output in outputs)
+
+        def part(first: int) -> Exchange:
+            parts = {peer: output[first : first + step] for peer, output in enumerate(outputs)}
+            own = values[first : first + step]
+            return Gather(link, own, parts, (parts.pop(rank), own), min(step, most - first))
+
+        return [part(first) for first in range(0, most, step)]

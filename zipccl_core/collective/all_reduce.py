@@ -15,6 +15,7 @@ from zipccl_core.strategy.base import Operation, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from zipccl_core.collective.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 BLOCK = 1024
@@ -38,12 +39,28 @@ class AllReduce(Collective):
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
         """One output and one input of the same numel."""
         (output,), (values,) = outputs, inputs
-        numel = values.numel()
-        part_numel = -(-numel // (wire.world_size * BLOCK)) * BLOCK
-        bounds = [min(rank * part_numel, numel) for rank in range(wire.world_size + 1)]
-        parts = [values[begin:end] for begin, end in pairwise(bounds)]
-        results = [output[begin:end] for begin, end in pairwise(bounds)]
-        reduction = Reduction(self.order, self.average, numel, bounds[wire.rank], self.threads)
+        parts, results, reduction = self._cut(values, output, wire.rank, wire.world_size)
         AllToAllReduceScatter(reduction).run([results[wire.rank]], parts, wire, plan)
         wire.call += 1
         AllGather().run(results, [results[wire.rank]], wire, plan)
+
+    def exchanges(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
+    ) -> Sequence[Exchange]:
+        """One output and one input of the same numel."""
+        (output,), (values,), mover = outputs, inputs, link.mover
+        parts, results, reduction = self._cut(values, output, mover.rank, mover.world_size)
+        reduce_scatter = AllToAllReduceScatter(reduction).exchanges([results[mover.rank]], parts, link, plan)
+        for exchange in reduce_scatter:
+            exchange.settles_first = True
+        return [*reduce_scatter, *AllGather().exchanges(results, [results[mover.rank]], link, plan)]
+
+    def _cut(
+        self, values: Tensor, output: Tensor, rank: int, world_size: int
+    ) -> tuple[list[Tensor], list[Tensor], Reduction]:
+        numel = values.numel()
+        part_numel = -(-numel // (world_size * BLOCK)) * BLOCK
+        bounds = [min(rank * part_numel, numel) for rank in range(world_size + 1)]
+        parts = [values[begin:end] for begin, end in pairwise(bounds)]
+        results = [output[begin:end] for begin, end in pairwise(bounds)]
+        return parts, results, Reduction(self.order, self.average, numel, bounds[rank], self.threads)

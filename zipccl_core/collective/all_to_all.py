@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import Collective, exchange, others
+from zipccl_core.collective.exchange import Scatter
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from zipccl_core.codec.frame import Frame
+    from zipccl_core.collective.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 
@@ -34,3 +36,12 @@ class AllToAll(Collective):
         outgoing = [([peer], inputs[peer]) for peer in peers]
         incoming = {peer: outputs[peer].numel() for peer in peers}
         exchange(wire, plan.chunk_numel, outgoing, incoming, inputs[0].dtype, deliver)
+
+    def exchanges(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
+    ) -> Sequence[Exchange]:
+        """In one piece: ranks know of no more than their own splits, so they could not agree on a number of pieces."""
+        rank = link.mover.rank
+        values = {peer: part for peer, part in enumerate(inputs) if peer != rank and part.numel()}
+        outs = {peer: part for peer, part in enumerate(outputs) if peer != rank and part.numel()}
+        return [Scatter(link, values, outs, own=(outputs[rank], inputs[rank]))]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zipccl_core.codec.frame import Frame
+    from zipccl_core.collective.exchange import Exchange, Link
     from zipccl_core.strategy.base import Operation, Plan
 
 DEPTH = 3
@@ -27,6 +28,8 @@ class Collective(ABC):
     """
 
     operation: ClassVar[Operation]
+    flattens: ClassVar[bool] = False
+    """On a device, whether several tensors are handed over as one flat one."""
 
     @abstractmethod
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
@@ -38,6 +41,12 @@ class Collective(ABC):
             wire: where frames go in and out.
             plan: chunk size and order of reduction; the codec is the wire's.
         """
+
+    @abstractmethod
+    def exchanges(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
+    ) -> Sequence[Exchange]:
+        """The same on a device: exchanges that are carried out one after another. Takes what `run` takes."""
 
 
 def exchange(

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import DEPTH, Collective
+from zipccl_core.collective.exchange import Spread
 from zipccl_core.collective.wire import Arriving, chunk_tag
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from zipccl_core.collective.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 
@@ -50,6 +52,14 @@ class TreeBroadcast(Collective):
             wire.send(frame, frame.header, children, tag, chunk)
             wire.decode(frame, part, peer)
         wire.settle()
+
+    def exchanges(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
+    ) -> Sequence[Exchange]:
+        """One tensor, as in `run`. The tree is the backend's."""
+        (values,) = inputs or outputs
+        step = link.device.chunk_numel
+        return [Spread(link, values[first : first + step], self.source) for first in range(0, values.numel(), step)]
 
 
 def tree(rank: int, source: int, world_size: int) -> tuple[int | None, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,29 @@ def is_plain(tensor: Tensor) -> bool:
 def empty_flat(tensor: Tensor) -> Tensor:
     """New flat memory for the values of a tensor."""
     return empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+
+
+def flat_copy(tensors: Sequence[Tensor], steps: list[Callable[[], None]]) -> Tensor:
+    """New flat memory for the values of some tensors, one after another, and a step that copies them there."""
+    numel = sum(tensor.numel() for tensor in tensors)
+    flat = empty(numel, dtype=tensors[0].dtype, device=tensors[0].device)
+
+    def copy() -> None:
+        for part, tensor in zip(cut(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
+            part.copy_(tensor.reshape(-1))
+
+    steps.append(copy)
+    return flat
+
+
+def uncopy(flat: Tensor, tensors: Sequence[Tensor], steps: list[Callable[[], None]]) -> None:
+    """Adds a step that copies flat memory back to the tensors."""
+
+    def copy() -> None:
+        for part, tensor in zip(cut(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    steps.append(copy)
 
 
 def collides(outputs: Sequence[Tensor], inputs: Sequence[Tensor], in_place: Collection[tuple[int, int]]) -> bool:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from zipccl_core.codec.reduction import Reduction
 from zipccl_core.collective.base import Collective, exchange, others
+from zipccl_core.collective.exchange import Reduce, Scatter
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from zipccl_core.codec.frame import Frame
+    from zipccl_core.collective.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 
@@ -47,3 +49,22 @@ class AllToAllReduceScatter(Collective):
         outgoing = [([peer], inputs[peer]) for peer in peers]
         incoming = {peer: own.numel() for peer in peers}
         exchange(wire, plan.chunk_numel, outgoing, incoming, own.dtype, deliver)
+
+    def exchanges(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
+    ) -> Sequence[Exchange]:
+        """All inputs are as large as the output, or, of an all-reduce, about as large."""
+        (output,), rank = outputs, link.mover.rank
+        step, most = link.device.chunk_numel, max(values.numel() for values in inputs)
+
+        def part(first: int) -> Exchange:
+            own, out = inputs[rank][first : first + step], output[first : first + step]
+            values = {
+                peer: values[first : first + step] for peer, values in enumerate(inputs) if first < values.numel()
+            }
+            values.pop(rank, None)
+            outs = dict.fromkeys((peer for peer in range(len(inputs)) if peer != rank and out.numel()), out)
+            reduction = self.reduction._replace(offset=self.reduction.offset + first)
+            return Scatter(link, values, outs, reduce=Reduce(own, rank, out, reduction) if out.numel() else None)
+
+        return [part(first) for first in range(0, most, step)]

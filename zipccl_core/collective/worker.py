@@ -30,9 +30,11 @@ class Worker:
         self._pending = 0
         self._thread: threading.Thread | None = None
 
-    def submit(self, call: Callable[[], None], result: list[torch.Tensor]) -> ZipCCLWork:
-        """Queues a call."""
-        work = ZipCCLWork(result)
+    def submit(
+        self, call: Callable[[], None], result: list[torch.Tensor], work: ZipCCLWork | None = None
+    ) -> ZipCCLWork:
+        """Queues a call, and completes its work, a new one or the caller's, when it has ended."""
+        work = ZipCCLWork(result) if work is None else work
         with self._idle:
             self._pending += 1
             if self._thread is None:

@@ -35,11 +35,14 @@ class Plan(NamedTuple):
         codec: what its frames are; None sends the tensors natively.
         chunk_numel: values in a frame; successive frames overlap encoding, wire and decoding.
         reduction: order of additions: `fp32` or `gloo`.
+        dynamic_cap: on a GPU, bytes of a frame's dynamic part, for each value, that its message has room for; None
+            sends it at its exact size, in a message of its own.
     """
 
     codec: Codec | None
     chunk_numel: int = 1 << 21
     reduction: str = "fp32"
+    dynamic_cap: float | None = None
 
 
 NATIVE = Plan(None)
