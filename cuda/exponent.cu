@@ -1,4 +1,4 @@
-// CUDA kernels of the codec `exponent` (bfloat16): whole frames of wire format version 1, section 3 of docs/wire-format.md.
+// CUDA kernels of the codec `exponent` (bfloat16): frames of wire format version 1, section 3 of docs/wire-format.md.
 //
 // A warp works on a block of 1024 values. Lane w holds the values 256*k + 8*w + r (k in 0..3, r in 0..7): four loads of 16 bytes,
 // and exactly the 32 bits of word w of each plane, so codes are packed inside a thread. Bit 8*k + r of a lane's word belongs to
@@ -7,276 +7,28 @@
 // Instead of codes the encoder computes distances, 7 - code: 0 is the first exponent of a window or table, 7 is an escape. They are
 // the smaller of (exponent - base) mod 256 and 7, and the planes of the codes are the complements of theirs.
 //
-// One encoding is two launches on one stream, zipccl_exponent_encode and zipccl_exponent_raw; a decoding is one. No launch waits
-// for the host, allocates, or needs memory to be cleared in between, so all of them can be captured in a graph and replayed.
+// A launch works on up to MAX_JOBS tensors, each with a frame of its own. One encoding is two launches on one stream,
+// zipccl_exponent_encode and zipccl_exponent_raw; a decoding is one, of zipccl_exponent_decode or, where the frames of several
+// ranks become one sum, of zipccl_exponent_decode_reduce. No launch waits for the host, allocates, or needs memory to be cleared in
+// between, so all of them can be captured in a graph and replayed. All have THREADS threads and no dynamic shared memory.
 //
-// Pointers: values are aligned to 2 bytes (16 is fast), frames to 8. A frame has room for 128 + align(2 * numel) bytes, numel is
-// below 2^32. Needs compute capability 8.0 and CUDA 12.
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-static constexpr u32 HEADER_NBYTES = 128;
-static constexpr u32 BLOCK = 1024;
-static constexpr u32 PLANE_NBYTES = BLOCK / 8;
-static constexpr u32 BLOCK_NBYTES = BLOCK + 3 * PLANE_NBYTES;
-static constexpr u32 SAMPLE_STRIDE = 8;  // a lane's sampled values are those with r = 0
-static constexpr u32 FLAG_RAW = 1;
-enum Mode : u32 { SEVEN, SIX_AND_ZERO, TABLE };
-
-static constexpr u32 THREADS = 256;  // of every launch
-static constexpr u32 WARPS = THREADS / 32;
-static constexpr u32 ALL = 0xffffffffu;
-
-// What zipccl_exponent_decode can find wrong with a frame; or-ed into its status.
-enum Fault : u32 {
-    BAD_HEADER = 1,        // not the header of a bfloat16 frame of this codec and numel
-    BAD_SIZE = 2,          // n_escapes is more than the frame can hold, or the frame is longer than its buffer
-    BAD_OFFSET = 4,        // the first offset is not 0, or an offset lies behind n_escapes
-    BAD_MODE = 8,          // a reserved mode, or a table's without a table
-    BAD_BASE = 16,         // a base that the block's mode does not allow
-    BAD_ESCAPE_COUNT = 32, // the planes of a block hold more or fewer escapes than the offsets say
-    BAD_FILLER = 64,       // the last block is filled up with something else than sign-mantissa 0, code 7
-};
-
-// ---- the frame ----
-
-static __device__ __forceinline__ u64 align(u64 nbytes) { return (nbytes + 127) / 128 * 128; }
-
-// Where the sections are, counted from the start of the frame.
-struct Layout {
-    u32 n_blocks;
-    u32 meta;
-    u32 blocks;
-    bool always_raw;
-    u64 static_nbytes;
-    u64 capacity;  // bytes there are for escapes
-};
-
-static __device__ __forceinline__ Layout layout_of(u64 numel) {
-    Layout layout;
-    layout.n_blocks = (u32)((numel + BLOCK - 1) / BLOCK);
-    layout.meta = HEADER_NBYTES + (u32)align(4 * layout.n_blocks);
-    layout.blocks = layout.meta + (u32)align(2 * layout.n_blocks);
-    const u64 escapes = layout.blocks + (u64)BLOCK_NBYTES * layout.n_blocks;
-    const u64 end = HEADER_NBYTES + align(2 * numel);
-    layout.always_raw = escapes >= end;
-    layout.static_nbytes = layout.always_raw ? 2 * numel : escapes - HEADER_NBYTES;
-    layout.capacity = layout.always_raw ? 0 : end - escapes;
-    return layout;
-}
-
-static __device__ __forceinline__ u64 raw_dynamic_nbytes(const Layout &layout, u64 numel) {
-    return layout.always_raw ? 0 : 2 * numel - layout.static_nbytes;
-}
-
-// Word i (0..31) of the header.
-static __device__ u32 header_word(u32 i, const Layout &layout, u64 numel, u32 flags, u64 dynamic_nbytes, u64 table) {
-    switch (i) {
-    case 0: return 0x4c43435a;               // "ZCCL"
-    case 1: return 1 | 1 << 8 | flags << 16; // version, dtype bfloat16, flags, no checksum
-    case 3: return BLOCK;
-    case 4: return 0x6f707865;               // "expo"
-    case 5: return 0x746e656e;               // "nent"
-    case 8: return (u32)numel;
-    case 9: return (u32)(numel >> 32);
-    case 10: return (u32)dynamic_nbytes;
-    case 11: return (u32)(dynamic_nbytes >> 32);
-    case 12: return (u32)layout.static_nbytes;
-    case 13: return (u32)(layout.static_nbytes >> 32);
-    case 16: return (u32)table;
-    case 17: return (u32)(table >> 32);
-    default: return 0;
-    }
-}
-
-// ---- a lane's 32 values: words[k][p] has r = 2*p in its lower half and r = 2*p + 1 in its upper ----
-
-static __device__ __forceinline__ bool aligned(const void *pointer, u32 nbytes) { return ((u64)pointer & (nbytes - 1)) == 0; }
-
-// The bits of a lane's values among the first n of a block.
-static __device__ __forceinline__ u32 first_bits(u32 n, u32 lane) {
-    u32 bits = 0;
-#pragma unroll
-    for (u32 k = 0; k < 4; k++) {
-        const int here = (int)n - (int)(256 * k + 8 * lane);
-        bits |= (here >= 8 ? 0xffu : here <= 0 ? 0u : (1u << here) - 1) << 8 * k;
-    }
-    return bits;
-}
-
-// Reads the first n of a block's values; the others are 0.
-static __device__ __forceinline__ void load(const u16 *block, u32 n, u32 lane, u32 (&words)[4][4]) {
-    if (n == BLOCK && aligned(block, 16)) {
-#pragma unroll
-        for (u32 k = 0; k < 4; k++) {
-            const uint4 quad = __ldcs((const uint4 *)(block + 256 * k + 8 * lane));
-            words[k][0] = quad.x, words[k][1] = quad.y, words[k][2] = quad.z, words[k][3] = quad.w;
-        }
-        return;
-    }
-#pragma unroll
-    for (u32 k = 0; k < 4; k++) {
-#pragma unroll
-        for (u32 p = 0; p < 4; p++) {
-            const u32 i = 256 * k + 8 * lane + 2 * p;
-            words[k][p] = (i < n ? block[i] : 0u) | (i + 1 < n ? block[i + 1] : 0u) << 16;
-        }
-    }
-}
-
-// Writes the first n of a block's values.
-static __device__ __forceinline__ void store(u16 *block, u32 n, u32 lane, const u32 (&words)[4][4]) {
-    if (n == BLOCK && aligned(block, 16)) {
-#pragma unroll
-        for (u32 k = 0; k < 4; k++)
-            __stcs((uint4 *)(block + 256 * k + 8 * lane), make_uint4(words[k][0], words[k][1], words[k][2], words[k][3]));
-        return;
-    }
-#pragma unroll
-    for (u32 k = 0; k < 4; k++) {
-#pragma unroll
-        for (u32 p = 0; p < 4; p++) {
-            const u32 i = 256 * k + 8 * lane + 2 * p;
-            if (i < n)
-                block[i] = (u16)words[k][p];
-            if (i + 1 < n)
-                block[i + 1] = (u16)(words[k][p] >> 16);
-        }
-    }
-}
-
-// Where `mask` is set in b: exchanges those bits with the bits of a that are `shift` higher.
-static __device__ __forceinline__ void exchange_bits(u32 &a, u32 &b, u32 shift, u32 mask) {
-    const u32 upper = (a & ~(mask << shift)) | (b & mask) << shift;
-    b = (b & ~mask) | (a >> shift & mask);
-    a = upper;
-}
-
-// In each of the eight nibbles: bit j of row i changes places with bit i of row j. Twice is nothing.
-static __device__ __forceinline__ void transpose(u32 (&rows)[4]) {
-    exchange_bits(rows[0], rows[1], 1, 0x55555555);
-    exchange_bits(rows[2], rows[3], 1, 0x55555555);
-    exchange_bits(rows[0], rows[2], 2, 0x33333333);
-    exchange_bits(rows[1], rows[3], 2, 0x33333333);
-}
-
-// planes[j] (j in 0..2) gets bit j of all 32 numbers 0..7 that `number` returns for pairs of values, in bytes 1 and 3.
-template <class Number>
-static __device__ __forceinline__ void slice(const u32 (&words)[4][4], Number number, u32 (&planes)[4]) {
-    u32 rows[8];  // of r; byte k
-#pragma unroll
-    for (u32 p = 0; p < 4; p++) {
-        const u32 lower = __byte_perm(number(words[0][p]), number(words[1][p]), 0x7351);
-        const u32 upper = __byte_perm(number(words[2][p]), number(words[3][p]), 0x7351);
-        rows[2 * p] = __byte_perm(lower, upper, 0x5410);
-        rows[2 * p + 1] = __byte_perm(lower, upper, 0x7632);
-    }
-#pragma unroll
-    for (u32 i = 0; i < 4; i++)
-        planes[i] = rows[i] | rows[i + 4] << 4;
-    transpose(planes);
-}
-
-// For a pair of values: min((exponent + addend) mod 256, 7) in bytes 1 and 3, and anything in bytes 0 and 2. The addend stands in
-// bytes 1 and 3. Doubling a pair moves its exponents there.
-static __device__ __forceinline__ u32 add_and_limit(u32 pair, u32 addend) {
-#if __CUDA_ARCH__ >= 900
-    return __viaddmin_u16x2(2 * pair, addend, 0x07ff07ff);
-#else
-    const u32 sum = (2 * pair & 0xff00ff00) + addend;  // a carry out of byte 1 ends in byte 2
-    const u32 above = (((sum & 0x78007800) + 0x78007800) | sum) >> 15 & 0x00010001;
-    return (sum & 0x07000700) | above * 0x0700;
+// A frame lies in two pieces, which may be neighbours: header and static part, whose sizes follow from numel, and the dynamic part.
+// Pointers: values are aligned to 2 bytes (16 is fast), both pieces to 8 (16 is fast). An encoder's frame has room for
+// 128 + align(2 * numel) bytes in all, numel is below 2^32. Needs compute capability 8.0 and CUDA 12.
+//
+// Variants, with the same entry points and the same bytes, for measurements to compare:
+//   ZIPCCL_CP_ASYNC  a warp works on four blocks in turn (zipccl_exponent_decode_reduce: on those of the ranks), and while it works
+//                    on one, the next one's bytes are on their way to shared memory. Each lane copies what it will read itself.
+//   ZIPCCL_BALLOT    the encoder's planes come from ballots of the warp
+#if defined(ZIPCCL_CP_ASYNC) && defined(ZIPCCL_BALLOT)
+#error "one variant at a time"
 #endif
-}
-
-// For a pair of values: whether the exponent is not 0, in bit 0 of bytes 1 and 3.
-static __device__ __forceinline__ u32 is_not_zero(u32 pair) {
-    return (((pair & 0x3f803f80) + 0x3f803f80) | pair) >> 14 << 8 & 0x01000100;
-}
-
-// Sign-mantissa bytes of r = 0..3 (a, b = words[k][0], words[k][1]) or of r = 4..7.
-static __device__ __forceinline__ u32 sign_mantissa(u32 a, u32 b) {
-    return (__byte_perm(a, b, 0x6420) & 0x7f7f7f7f) | (__byte_perm(a, b, 0x7531) & 0x80808080);
-}
-
-// ---- choosing base and mode ----
-
-struct Coding {
-    u32 base;
-    u32 mode;
-};
-
-static __device__ __forceinline__ int clamp(int value, int low, int high) { return min(max(value, low), high); }
-
-// Where the window begins for n exponents with this sum.
-static __device__ __forceinline__ int window_start(u32 sum, u32 n) {
-    return ((int)(n == BLOCK / SAMPLE_STRIDE ? 2 * sum : 256 * sum / n) - 819) >> 8;
-}
-
-// The first of `start`, `start - 1` and `start + 1` that covers the most sampled exponents, and how many that are.
-static __device__ __forceinline__ uint2 best_window(const u32 (&sample)[4], int start, u32 width, int low, int high) {
-    const u32 bases[3] = {(u32)clamp(start, low, high), (u32)clamp(start - 1, low, high), (u32)clamp(start + 1, low, high)};
-    u32 counts = 0;  // three numbers up to 128 in one word: one reduction
-#pragma unroll
-    for (u32 k = 0; k < 4; k++) {
-#pragma unroll
-        for (u32 i = 0; i < 3; i++)
-            counts += (sample[k] - bases[i] < width ? 1u : 0u) << 10 * i;
-    }
-    counts = __reduce_add_sync(ALL, counts);
-    uint2 best = make_uint2(bases[0], counts & 1023);
-#pragma unroll
-    for (u32 i = 1; i < 3; i++) {
-        const u32 covered = counts >> 10 * i & 1023;
-        if (covered > best.y)
-            best = make_uint2(bases[i], covered);
-    }
-    return best;
-}
-
-// The integer rule of the wire format, for a block with n values. Sums and counts are the warp's, and the same in all lanes.
-static __device__ __forceinline__ Coding choose_coding(const u32 (&words)[4][4], u32 n, u32 lane) {
-    constexpr u32 MISSING = 0x10000;  // in no window
-    u32 sample[4], highest = 0;
-#pragma unroll
-    for (u32 k = 0; k < 4; k++) {
-        sample[k] = 256 * k + 8 * lane < n ? words[k][0] >> 7 & 0xff : MISSING;
-        highest = max(highest, sample[k] & 0xff);
-    }
-    highest = __reduce_max_sync(ALL, highest);
-    const u32 floor = highest > 12 ? highest - 12 : 0;
-
-    u32 sums = 0;  // of exponents in the lower half, at most 128 * 255; of zeros in the upper
-#pragma unroll
-    for (u32 k = 0; k < 4; k++)
-        sums += sample[k] == MISSING ? 0 : max(sample[k], floor) + (sample[k] == 0 ? 0x10000u : 0u);
-    sums = __reduce_add_sync(ALL, sums);
-    const u32 sum = sums & 0xffff, zeros = sums >> 16, n_sampled = (n + SAMPLE_STRIDE - 1) / SAMPLE_STRIDE;
-
-    const uint2 seven = best_window(sample, clamp(window_start(sum, n_sampled), 0, 248), 7, 0, 248);
-    if (0 < zeros && zeros < n_sampled) {
-        // Without its zeros a sample has the same largest member, hence the same floor, which each zero has added to the sum.
-        const int start = window_start(sum - zeros * floor, n_sampled - zeros) + 1;
-        const uint2 six = best_window(sample, start, 6, 1, 250);
-        if (six.y + zeros > seven.y)
-            return {six.x, SIX_AND_ZERO};
-    }
-    return {seven.x, SEVEN};
-}
+#if defined(ZIPCCL_CP_ASYNC) && defined(__CUDACC__)
+#include <cuda_pipeline.h>
+#endif
+#include "exponent.cuh"
 
 // ---- encode ----
-
-static __device__ __forceinline__ u32 inclusive_sum(u32 value, u32 lane) {
-#pragma unroll
-    for (u32 step = 1; step < 32; step *= 2) {
-        const u32 below = __shfl_up_sync(ALL, value, step);
-        value += lane >= step ? below : 0;
-    }
-    return value;
-}
 
 // The state: word 0 has the epoch in its lower half and the number of thread blocks that have finished in its upper; word 1 + i is
 // what thread block i has published, valid while its epoch is the current one. So a state is cleared once, when it is allocated
@@ -287,21 +39,22 @@ static __device__ __forceinline__ u64 published(u32 epoch, Published what, u32 v
     return (u64)(epoch << 2 | what) << 32 | value;
 }
 
-// Decoupled look-back by one warp: publishes the number of escapes in this thread block, and returns that of all before it, adding
-// up what those have published, 32 at a time, until one knows its prefix. It waits for thread blocks before this one only, and
-// relies, as single-pass scans do, on thread blocks being started in the order of their indices.
-static __device__ __forceinline__ u32 look_back(u64 *state, u32 own, u32 lane) {
+// Decoupled look-back by one warp: publishes the number of escapes in this thread block, and returns that of all before it in its
+// job, whose first thread block is `first`: it adds up what those have published, 32 at a time, until one knows its prefix. It
+// waits for thread blocks before this one only, and relies, as single-pass scans do, on thread blocks being started in the order of
+// their indices.
+static __device__ __forceinline__ u32 look_back(u64 *state, u32 first, u32 own, u32 lane) {
     volatile u64 *words = state + 1;
     const u32 epoch = *(volatile u32 *)state;
     const u32 me = blockIdx.x;
     if (lane == 0)
-        words[me] = published(epoch, me == 0 ? PREFIX : OWN_SUM, own);
-    if (me == 0)
+        words[me] = published(epoch, me == first ? PREFIX : OWN_SUM, own);
+    if (me == first)
         return 0;
     u32 before = 0;
     for (u32 end = me;; end -= 32) {  // lane 0 looks at thread block end - 1, lane 1 at end - 2, ...
         u64 word = published(epoch, PREFIX, 0);
-        if (lane < end) {
+        if (lane < end - first) {
             while (word = words[end - 1 - lane], (u32)(word >> 34) != epoch || (word >> 32 & 3) == NOTHING)
                 __nanosleep(20);
         }
@@ -319,48 +72,95 @@ static __device__ __forceinline__ u32 look_back(u64 *state, u32 own, u32 lane) {
 // The last thread block to finish leaves the state as the next launch needs it.
 static __device__ __forceinline__ void finish(u64 *state) {
     __threadfence();
-    u32 *epoch = (u32 *)state, *finished = epoch + 1;
-    if (atomicAdd(finished, 1u) == gridDim.x - 1) {
+    volatile u32 *epoch = (volatile u32 *)state, *finished = epoch + 1;
+    if (atomicAdd((u32 *)state + 1, 1u) == gridDim.x - 1) {
         *finished = 0;
         *epoch = (*epoch + 1) & 0x3fffffff;
     }
 }
 
 // What the frame has once: header, and zeros behind offsets, meta and escapes. By one warp.
-static __device__ void write_rest(u8 *frame, const Layout &layout, u64 numel, u64 n_escapes, u64 table, u32 lane) {
-    const bool raw = layout.always_raw || n_escapes > layout.capacity;
+static __device__ void write_rest(u8 *frame, u8 *dynamic, const Layout &layout, u32 numel, u64 n_escapes, u64 table, u64 *size,
+                                  u32 lane) {
+    const bool raw = layout.always_raw || n_escapes > capacity(layout);
     const u64 dynamic_nbytes = raw ? raw_dynamic_nbytes(layout, numel) : n_escapes;
+    if (size != nullptr && lane == 0)
+        *size = dynamic_nbytes;
     ((u32 *)frame)[lane] = header_word(lane, layout, numel, raw ? FLAG_RAW : 0, dynamic_nbytes, raw ? 0 : table);
     if (raw)
         return;
-    for (u32 at = HEADER_NBYTES + 4 * (layout.n_blocks + lane); at < layout.meta; at += 4 * 32)
+    for (u32 at = HEADER_NBYTES + 4 * (layout.n_blocks + lane); at < LINE * layout.meta; at += 4 * 32)
         *(u32 *)(frame + at) = 0;
-    for (u32 at = layout.meta + 2 * (layout.n_blocks + lane); at < layout.blocks; at += 2 * 32)
+    for (u32 at = LINE * layout.meta + 2 * (layout.n_blocks + lane); at < LINE * layout.blocks; at += 2 * 32)
         *(u16 *)(frame + at) = 0;
     for (u64 at = n_escapes + lane; at < align(n_escapes); at += 32)
-        frame[HEADER_NBYTES + layout.static_nbytes + at] = 0;
+        dynamic[at] = 0;
 }
 
-// Encodes values[0..numel) into a frame: everything, header included, but the body of a RAW frame, which zipccl_exponent_raw
-// writes.
+// The planes of the codes of a block without a table. Those of values that do not exist are unspecified.
+static __device__ __forceinline__ void slice_by_window(const u32 (&words)[4][4], Coding coding, u32 lane, u32 (&planes)[4]) {
+    const u32 base = coding.base();
+#ifdef ZIPCCL_BALLOT
+    const auto in_window = [=](u32 exponent) { return min(exponent - base & 0xff, 7u); };
+    if (coding.mode() == SEVEN)
+        slice_by_ballot(words, in_window, lane, planes);
+    else
+        slice_by_ballot(
+            words, [=](u32 exponent) { return exponent == 0 ? 6u : in_window(exponent) < 6 ? in_window(exponent) : 7u; }, lane,
+            planes);
+#else
+    (void)lane;
+    const u32 minus_base = minus_exponent(base);
+    slice(words, [=](u32 pair) { return distances_from(pair, minus_base); }, planes);
+    if (coding.mode() == SIX_AND_ZERO) {  // what is outside of six, code 0 or 1 so far, becomes 1 where it is 0, else 0
+        const u32 inside = planes[1] | planes[2];
+        u32 zero[4];
+        slice(words, is_not_zero, zero);
+        planes[0] = (planes[0] & inside) | (zero[0] & ~inside);
+    }
+#endif
+}
+
+// The same with a table, as distances of all exponents.
+static __device__ __forceinline__ void slice_by_table(const u32 (&words)[4][4], const u8 *distances, u32 lane, u32 (&planes)[4]) {
+    const auto distance = [=](u32 exponent) { return (u32)distances[exponent & 0xff]; };
+#ifdef ZIPCCL_BALLOT
+    slice_by_ballot(words, distance, lane, planes);
+#else
+    (void)lane;
+    slice(words, [=](u32 pair) { return distance(pair >> 7) << 7 | distance(pair >> 23) << 23; }, planes);
+#endif
+}
+
+// Encodes each job's values[0..numel) into its frame: everything, header included, but the body of a RAW frame, which
+// zipccl_exponent_raw writes.
 //
-// Grid: max(1, ceil(numel / 8192)) thread blocks of THREADS.
+// Grid: the thread blocks of all jobs.
 // base   of every block (0..249, mode 0), or negative: base and mode are chosen block by block
 // table  0, or seven different exponents, the first in the lowest byte: every block has mode 2 and base is ignored
 // state  one word and one more for each thread block, zero when it is first used; not for launches that may run at the same time
+// sizes  null, or for each job where its frame's dynamic_nbytes goes
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-zipccl_exponent_encode(const u16 *__restrict__ values, u64 numel, u8 *__restrict__ frame, int base, u64 table, u64 *state) {
+zipccl_exponent_encode(const __grid_constant__ Batch batch, int base, u64 table, u64 *state, u64 *sizes) {
     __shared__ u8 distances[256];  // of exponents from the table
-    __shared__ u32 sums[WARPS];
+    __shared__ uint2 blocks[BLOCKS_PER_THREAD_BLOCK];  // escapes, later those before it in this thread block; base and mode
     __shared__ u32 escapes_before;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 index = job_of_thread_block(batch), first = batch.jobs[index].first;
+    const u16 *const values = global(batch.jobs[index].values);
+    u8 *const frame = global(batch.jobs[index].frame), *const dynamic = global(batch.jobs[index].dynamic);
+    const u32 numel = (u32)batch.jobs[index].numel;
+    u64 *const size = sizes == nullptr ? nullptr : sizes + index;
     const Layout layout = layout_of(numel);
     if (layout.always_raw) {
-        if (blockIdx.x == 0 && warp == 0)
-            write_rest(frame, layout, numel, 0, 0, lane);
+        if (blockIdx.x == first && warp == 0)
+            write_rest(frame, dynamic, layout, numel, 0, 0, size, lane);
+        if (threadIdx.x == 0)
+            finish(state);
         return;
     }
-    if (table != 0) {
+    const bool has_table = (u32)table != 0;  // of four different exponents not all are 0
+    if (has_table) {
         static_assert(THREADS == 256, "a thread for each exponent");
         distances[threadIdx.x] = 7;
         __syncthreads();
@@ -369,94 +169,137 @@ zipccl_exponent_encode(const u16 *__restrict__ values, u64 numel, u8 *__restrict
         __syncthreads();
     }
 
-    const u32 block = blockIdx.x * WARPS + warp;
-    const bool exists = block < layout.n_blocks;
-    const u16 *from = values + (u64)block * BLOCK;
-    u32 escaped = 0;
-    if (exists) {
-        const u32 n = (u32)min((u64)BLOCK, numel - (u64)block * BLOCK);
-        u32 words[4][4];
-        load(from, n, lane, words);
-
-        u8 *to = frame + layout.blocks + (u64)block * BLOCK_NBYTES;
+    // The warp's blocks are this one and each WARPS behind; turn by turn they move through `escaped` and `up_to_here`, which so
+    // need no index.
+    const u32 first_block = (blockIdx.x - first) * BLOCKS_PER_THREAD_BLOCK + warp;
+    const u32 line = __shfl_sync(ALL, line_of(layout, first_block), 0);  // the compiler would rather find out again than keep it
+    u32 escaped[BLOCKS_PER_WARP] = {}, up_to_here[BLOCKS_PER_WARP] = {};
+#ifdef ZIPCCL_CP_ASYNC
+    __shared__ uint4 ahead[2][WARPS][4][32];
+    const auto bring = [&](u32 turn) {
+        const u64 begin = (u64)(first_block + turn * WARPS) * BLOCK;
+        if (turn < BLOCKS_PER_WARP && begin + BLOCK <= numel && aligned(values, 16)) {
 #pragma unroll
-        for (u32 k = 0; k < 4; k++)
-            *(uint2 *)(to + 256 * k + 8 * lane) =
-                make_uint2(sign_mantissa(words[k][0], words[k][1]), sign_mantissa(words[k][2], words[k][3]));
-
-        Coding coding = {base < 0 ? 0u : (u32)base, SEVEN};
-        u32 planes[4];
-        if (table != 0) {
-            coding = {0, TABLE};
-            const auto distance = [](u32 exponent) { return (u32)distances[exponent & 0xff]; };
-            slice(words, [=](u32 pair) { return distance(pair >> 7) << 8 | distance(pair >> 23) << 24; }, planes);
-        } else {
-            if (base < 0)
-                coding = choose_coding(words, n, lane);
-            const u32 minus_base = (0x100 - coding.base & 0xff) * 0x01000100;
-            slice(words, [=](u32 pair) { return add_and_limit(pair, minus_base); }, planes);
-            if (coding.mode == SIX_AND_ZERO) {  // what is outside of six, 6 or 7 so far, becomes 6 where it is 0, else 7
-                const u32 outside = planes[1] & planes[2];
-                u32 not_zero[4];
-                slice(words, is_not_zero, not_zero);
-                planes[0] = (planes[0] & ~outside) | (not_zero[0] & outside);
-            }
+            for (u32 k = 0; k < 4; k++)
+                __pipeline_memcpy_async(&ahead[turn % 2][warp][k][lane], values + begin + 256 * k + 8 * lane, 16);
         }
-        if (n < BLOCK) {
-            const u32 real = first_bits(n, lane);
+        __pipeline_commit();
+    };
+    bring(0);
+#endif
+#pragma unroll 1
+    for (u32 turn = 0; turn < BLOCKS_PER_WARP; turn++) {
+        const u32 block = first_block + turn * WARPS;
+#ifdef ZIPCCL_CP_ASYNC
+        bring(turn + 1);
+        __pipeline_wait_prior(1);
+#endif
+        u32 mask = 0;
+        Coding coding = {};
+        if (block < layout.n_blocks) {
+            const u32 n = min(BLOCK, numel - block * BLOCK);
+            const bool whole = __all_sync(ALL, n == BLOCK);  // once: the compiler would rather ask three times
+            u32 words[4][4];
+#ifdef ZIPCCL_CP_ASYNC
+            if (whole && aligned(values, 16)) {
+#pragma unroll
+                for (u32 k = 0; k < 4; k++) {
+                    const uint4 quad = ahead[turn % 2][warp][k][lane];
+                    words[k][0] = quad.x, words[k][1] = quad.y, words[k][2] = quad.z, words[k][3] = quad.w;
+                }
+            } else
+#endif
+                load(values + (u64)block * BLOCK, n, whole, lane, words);
+
+            u32 planes[4];
+            if (has_table) {
+                coding = coding_of(0, TABLE);
+                slice_by_table(words, distances, lane, planes);
+            } else {
+                coding = base < 0 ? choose_coding(words, n, lane) : coding_of((u32)base, SEVEN);
+                slice_by_window(words, coding, lane, planes);
+            }
+            if (!whole) {
+                const u32 fillers = ~first_bits(n, lane);
+#pragma unroll
+                for (u32 j = 0; j < 3; j++)
+                    planes[j] |= fillers;
+            }
+            mask = ~(planes[0] | planes[1] | planes[2]);
+            u8 *const to = line_at(frame, line + BLOCK_NBYTES / LINE * WARPS * turn);
+            uint2 *const sign_mantissas = element((uint2 *)to, lane);
+#pragma unroll
+            for (u32 k = 0; k < 4; k++)
+                sign_mantissas[32 * k] =
+                    make_uint2(sign_mantissa(words[k][0], words[k][1]), sign_mantissa(words[k][2], words[k][3]));
+            u32 *const words_of_planes = element((u32 *)to, lane);
 #pragma unroll
             for (u32 j = 0; j < 3; j++)
-                planes[j] &= real;
+                words_of_planes[(BLOCK + PLANE_NBYTES * j) / 4] = planes[j];
         }
-        escaped = planes[0] & planes[1] & planes[2];
+        const u32 sum = inclusive_sum(__popc(mask), lane);
+        if (lane == 31)
+            blocks[turn * WARPS + warp] = make_uint2(sum, coding.bits);
 #pragma unroll
-        for (u32 j = 0; j < 3; j++)
-            *(u32 *)(to + BLOCK + PLANE_NBYTES * j + 4 * lane) = ~planes[j];
-        if (lane == 0)
-            *(u16 *)(frame + layout.meta + 2 * block) = (u16)(coding.base | coding.mode << 8);
+        for (u32 i = 1; i < BLOCKS_PER_WARP; i++)
+            escaped[i - 1] = escaped[i], up_to_here[i - 1] = up_to_here[i];
+        escaped[BLOCKS_PER_WARP - 1] = mask, up_to_here[BLOCKS_PER_WARP - 1] = sum;
     }
 
-    const u32 own = __popc(escaped);
-    const u32 up_to_here = inclusive_sum(own, lane);
-    if (lane == 31)
-        sums[warp] = up_to_here;
     __syncthreads();
     if (warp == 0) {
-        const u32 sum = lane < WARPS ? sums[lane] : 0;
-        const u32 up_to_warp = inclusive_sum(sum, lane);
-        if (lane < WARPS)
-            sums[lane] = up_to_warp - sum;
-        const u32 before = look_back(state, __shfl_sync(ALL, up_to_warp, 31), lane);
+        static_assert(BLOCKS_PER_THREAD_BLOCK <= 32, "a lane for each block");
+        const uint2 mine = lane < BLOCKS_PER_THREAD_BLOCK ? blocks[lane] : make_uint2(0, 0);
+        const u32 up_to_mine = inclusive_sum<BLOCKS_PER_THREAD_BLOCK>(mine.x, lane);
+        if (lane < BLOCKS_PER_THREAD_BLOCK)
+            blocks[lane].x = up_to_mine - mine.x;
+        const u32 own = __shfl_sync(ALL, up_to_mine, BLOCKS_PER_THREAD_BLOCK - 1);
+        const u32 before = look_back(state, first, own, lane);
         if (lane == 0)
             escapes_before = before;
+        const u32 block = first_block + lane;
+        if (lane < BLOCKS_PER_THREAD_BLOCK && block < layout.n_blocks) {
+            *(u32 *)(frame + HEADER_NBYTES + 4 * block) = before + up_to_mine - mine.x;
+            *(u16 *)(frame + LINE * layout.meta + 2 * block) = (u16)mine.y;
+        }
+        if (first_block + BLOCKS_PER_THREAD_BLOCK >= layout.n_blocks)
+            write_rest(frame, dynamic, layout, numel, before + own, table, size, lane);
     }
     __syncthreads();
 
-    if (exists) {
-        const u32 offset = escapes_before + sums[warp];
-        if (lane == 0)
-            *(u32 *)(frame + HEADER_NBYTES + 4 * block) = offset;
-        u8 *escapes = frame + HEADER_NBYTES + layout.static_nbytes;
-        for (u32 at = offset + up_to_here - own; escaped != 0; at++, escaped &= escaped - 1) {
-            const u32 bit = __ffs(escaped) - 1;
-            if (at < layout.capacity)
-                escapes[at] = (u8)(from[256 * (bit / 8) + 8 * lane + bit % 8] >> 7);
+#pragma unroll
+    for (u32 turn = 0; turn < BLOCKS_PER_WARP; turn++) {
+        u32 bits = escaped[turn];
+        if (bits == 0)
+            continue;
+        const u32 block = first_block + turn * WARPS;
+        const u16 *from = values + (u64)block * BLOCK + 8 * lane;
+        u32 at = escapes_before + blocks[turn * WARPS + warp].x + up_to_here[turn] - __popc(bits);
+        for (; bits != 0; at++, bits &= bits - 1) {
+            const u32 bit = __ffs(bits) - 1;
+            if (at < capacity(layout))
+                dynamic[at] = (u8)(from[256 * (bit / 8) + bit % 8] >> 7);
         }
-        if (block == layout.n_blocks - 1)
-            write_rest(frame, layout, numel, offset + __shfl_sync(ALL, up_to_here, 31), table, lane);
     }
     if (threadIdx.x == 0)
         finish(state);
 }
 
-// Writes the body of a frame whose header says that it is RAW, and else does nothing. Launched behind every
-// zipccl_exponent_encode, with any grid of THREADS.
+// Writes the bodies of those frames whose header says that they are RAW. Launched behind every zipccl_exponent_encode.
+//
+// Grid: for each job the same number of thread blocks, any.
 extern "C" __global__ void __launch_bounds__(THREADS)
-zipccl_exponent_raw(const u16 *__restrict__ values, u64 numel, u8 *__restrict__ frame) {
+zipccl_exponent_raw(const __grid_constant__ Batch batch, u32 thread_blocks_per_job) {
+    const u32 index = blockIdx.x / thread_blocks_per_job, part = blockIdx.x % thread_blocks_per_job;
+    const u16 *const values = global(batch.jobs[index].values);
+    u8 *const frame = global(batch.jobs[index].frame), *const dynamic = global(batch.jobs[index].dynamic);
+    const u32 numel = (u32)batch.jobs[index].numel;
     if (!(frame[6] & FLAG_RAW))
         return;
+    const Layout layout = layout_of(numel);
     const bool fast = aligned(values, 8);
-    for (u64 i = 4 * ((u64)blockIdx.x * THREADS + threadIdx.x); i < align(2 * numel) / 2; i += 4ull * THREADS * gridDim.x) {
+    const u64 end = LINE / 2 * (u64)(layout.end - HEADER_NBYTES / LINE);  // the last line is filled up with zeros
+    for (u64 i = 4 * ((u64)part * THREADS + threadIdx.x); i < end; i += 4ull * THREADS * thread_blocks_per_job) {
         uint2 quad;
         if (fast && i + 4 <= numel) {
             quad = *(const uint2 *)(values + i);
@@ -464,7 +307,7 @@ zipccl_exponent_raw(const u16 *__restrict__ values, u64 numel, u8 *__restrict__ 
             quad.x = (i < numel ? values[i] : 0u) | (i + 1 < numel ? values[i + 1] : 0u) << 16;
             quad.y = (i + 2 < numel ? values[i + 2] : 0u) | (i + 3 < numel ? values[i + 3] : 0u) << 16;
         }
-        *(uint2 *)(frame + HEADER_NBYTES + 2 * i) = quad;
+        *(uint2 *)raw_body(frame, dynamic, layout, 2 * i) = quad;
     }
 }
 
@@ -472,18 +315,16 @@ zipccl_exponent_raw(const u16 *__restrict__ values, u64 numel, u8 *__restrict__ 
 
 // exponents[code], one a byte; that of code 0, an escape, is only there to be overwritten.
 static __device__ __forceinline__ uint2 exponents_of_codes(Coding coding, uint2 table) {
-    if (coding.mode == TABLE)  // in reverse
+    if (coding.mode() == TABLE)  // in reverse
         return make_uint2(__byte_perm(table.y, 0, 0x0124), __byte_perm(table.x, 0, 0x0123));
-    const u32 all = coding.base * 0x01010101;
-    const u32 lower = coding.mode == SEVEN ? (all & 0xffffff00) + 0x04050600 : (all & 0xffff0000) + 0x04050000;
+    const u32 all = coding.base() * 0x01010101;
+    const u32 lower = coding.mode() == SEVEN ? (all & 0xffffff00) + 0x04050600 : (all & 0xffff0000) + 0x04050000;
     return make_uint2(lower, all + 0x00010203);
 }
 
 // What is wrong with a header, as far as a device can tell: the checksum is the host's to check. By one warp.
-static __device__ __forceinline__ u32 header_faults(const u32 *header, const Layout &layout, u64 numel, u64 frame_nbytes,
-                                                    u32 lane) {
-    if (frame_nbytes < HEADER_NBYTES)
-        return BAD_SIZE;
+static __device__ __forceinline__ u32 header_faults(const u8 *frame, const Layout &layout, u32 numel, u64 dynamic_room, u32 lane) {
+    const u32 *header = (const u32 *)frame;
     const u32 word = __ldg(header + lane), flags_word = __ldg(header + 1);
     const u64 dynamic_nbytes = __ldg(header + 10) | (u64)__ldg(header + 11) << 32;
     bool good = word == header_word(lane, layout, numel, 0, 0, 0);
@@ -498,12 +339,57 @@ static __device__ __forceinline__ u32 header_faults(const u32 *header, const Lay
     const bool raw = flags_word >> 16 & FLAG_RAW;
     if (layout.always_raw && !raw)
         return BAD_HEADER;
-    if (raw ? dynamic_nbytes != raw_dynamic_nbytes(layout, numel) : dynamic_nbytes > layout.capacity)
+    if (raw ? dynamic_nbytes != raw_dynamic_nbytes(layout, numel) : dynamic_nbytes > capacity(layout))
         return BAD_SIZE;
-    if (HEADER_NBYTES + align(layout.static_nbytes) + align(dynamic_nbytes) > frame_nbytes)
-        return BAD_SIZE;
-    return 0;
+    return align(dynamic_nbytes) > dynamic_room ? (u32)OVERFLOW : 0;
 }
+
+static __device__ __forceinline__ bool is_raw(const u8 *frame) { return __ldg((const u32 *)frame + 1) >> 16 & FLAG_RAW; }
+
+// A lane's part of a block in a frame.
+struct Part {
+    uint2 sign_mantissas[4];
+    u32 planes[3];
+};
+
+#ifdef ZIPCCL_CP_ASYNC
+// A block on its way: all lanes' parts.
+struct Ahead {
+    uint2 sign_mantissas[4][32];
+    u32 planes[3][32];
+};
+
+static __device__ __forceinline__ void bring_part(Ahead &to, const u8 *block, u32 lane) {
+#pragma unroll
+    for (u32 k = 0; k < 4; k++)
+        __pipeline_memcpy_async(&to.sign_mantissas[k][lane], block + 256 * k + 8 * lane, 8);
+#pragma unroll
+    for (u32 j = 0; j < 3; j++)
+        __pipeline_memcpy_async(&to.planes[j][lane], block + BLOCK + PLANE_NBYTES * j + 4 * lane, 4);
+}
+
+static __device__ __forceinline__ Part take_part(const Ahead &from, u32 lane) {
+    Part part;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++)
+        part.sign_mantissas[k] = from.sign_mantissas[k][lane];
+#pragma unroll
+    for (u32 j = 0; j < 3; j++)
+        part.planes[j] = from.planes[j][lane];
+    return part;
+}
+#else
+static __device__ __forceinline__ Part load_part(const u8 *block, u32 lane) {
+    Part part;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++)
+        part.sign_mantissas[k] = __ldcs((const uint2 *)(block + 256 * k + 8 * lane));
+#pragma unroll
+    for (u32 j = 0; j < 3; j++)
+        part.planes[j] = __ldcs((const u32 *)(block + BLOCK + PLANE_NBYTES * j + 4 * lane));
+    return part;
+}
+#endif
 
 // Whether this lane's values behind the first n of a block have sign-mantissa byte 0 and code 7.
 static __device__ bool fillers_are_good(const u8 *block, const u32 (&planes)[4], u32 n, u32 lane) {
@@ -517,74 +403,35 @@ static __device__ bool fillers_are_good(const u8 *block, const u32 (&planes)[4],
     return bad == 0;
 }
 
-// Decodes a frame, RAW or not, into values[0..numel). It trusts no byte of it: nothing is read outside of the frame or written
-// outside of the output, whatever it holds, and what is wrong is or-ed into *status (enum Fault), which the caller clears. Values
-// are then unspecified.
-//
-// Grid: max(1, ceil(numel / 8192)) thread blocks of THREADS.
-// frame_nbytes  bytes that may be read at `frame`
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-zipccl_exponent_decode(const u8 *__restrict__ frame, u64 frame_nbytes, u16 *__restrict__ values, u64 numel, u32 *status) {
-    __shared__ u32 staged[WARPS][8][32];
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 block = blockIdx.x * WARPS + warp;
-    const Layout layout = layout_of(numel);
-    const u32 *header = (const u32 *)frame;
-    u32 faults = header_faults(header, layout, numel, frame_nbytes, lane);
-    if (faults != 0) {
-        if (lane == 0 && block == 0)
-            atomicOr(status, faults);
-        return;
-    }
-    if (block >= layout.n_blocks)
-        return;
-    const u32 n = (u32)min((u64)BLOCK, numel - (u64)block * BLOCK);
-    u16 *to = values + (u64)block * BLOCK;
-    u32 words[4][4];
-    if (__ldg(header + 1) >> 16 & FLAG_RAW) {
-        const u16 *raw = (const u16 *)(frame + HEADER_NBYTES) + (u64)block * BLOCK;
-        load(raw, n, lane, words);
-        store(to, n, lane, words);
-        return;
-    }
-
-    const u8 *from = frame + layout.blocks + (u64)block * BLOCK_NBYTES;
-    uint2 sign_mantissas[4];
-#pragma unroll
-    for (u32 k = 0; k < 4; k++)
-        sign_mantissas[k] = __ldcs((const uint2 *)(from + 256 * k + 8 * lane));
-    u32 planes[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (u32 j = 0; j < 3; j++)
-        planes[j] = __ldcs((const u32 *)(from + BLOCK + PLANE_NBYTES * j + 4 * lane));
-
+// Restores the n values of a block of a frame that is not RAW and whose header is good. Returns what is wrong, the same in all
+// lanes; words are then unspecified. `staged` is the warp's.
+static __device__ __forceinline__ u32 decode_block(const u8 *frame, const u8 *dynamic, const Layout &layout, u32 block, u32 n,
+                                                   const Part &part, u32 (&staged)[8][32], u32 lane, u32 (&words)[4][4]) {
+    const u32 *header = (const u32 *)frame, *offsets = header + HEADER_NBYTES / 4;
     const u32 n_escapes = __ldg(header + 10);
-    const u32 *offsets = (const u32 *)(frame + HEADER_NBYTES);
     const u32 begin = __ldg(offsets + block), end = block + 1 < layout.n_blocks ? __ldg(offsets + block + 1) : n_escapes;
-    const u32 meta = __ldg((const u16 *)(frame + layout.meta) + block);
-    const Coding coding = {meta & 0xff, meta >> 8};
+    const Coding coding = {__ldg((const u16 *)(frame + LINE * layout.meta) + block)};
     const uint2 table = make_uint2(__ldg(header + 16), __ldg(header + 17) & 0xffffff);
 
+    u32 planes[4] = {part.planes[0], part.planes[1], part.planes[2], 0};
     u32 escaped = ~(planes[0] | planes[1] | planes[2]);
     const u32 own = __popc(escaped);
     const u32 up_to_here = inclusive_sum(own, lane);
     const u32 total = __shfl_sync(ALL, up_to_here, 31);
+    u32 faults = 0;
     if (begin > end || end > n_escapes || (block == 0 && begin != 0))
         faults |= BAD_OFFSET;
     else if (end - begin != total)
         faults |= BAD_ESCAPE_COUNT;
-    if (coding.mode > TABLE || (coding.mode == TABLE && (table.x | table.y) == 0))
+    const u32 base = coding.base(), mode = coding.mode();
+    if (mode > TABLE || (mode == TABLE && (table.x | table.y) == 0))
         faults |= BAD_MODE;
-    else if (coding.base < (coding.mode == SIX_AND_ZERO ? 1 : 0) ||
-             coding.base > (coding.mode == SEVEN ? 249 : coding.mode == SIX_AND_ZERO ? 250 : 0))
+    else if (base < (mode == SIX_AND_ZERO ? 1 : 0) || base > (mode == SEVEN ? 249 : mode == SIX_AND_ZERO ? 250 : 0))
         faults |= BAD_BASE;
-    if (n < BLOCK && !__all_sync(ALL, fillers_are_good(from, planes, n, lane)))
+    if (n < BLOCK && !__all_sync(ALL, fillers_are_good(line_at(frame, line_of(layout, block)), planes, n, lane)))
         faults |= BAD_FILLER;
-    if (faults != 0) {  // the same in all lanes
-        if (lane == 0)
-            atomicOr(status, faults);
-        return;
-    }
+    if (faults != 0)
+        return faults;
 
     // Nibble 2*k + h of row q is the code of r = q + 4*h, and four nibbles select four exponents at once.
     transpose(planes);
@@ -598,15 +445,14 @@ zipccl_exponent_decode(const u8 *__restrict__ frame, u64 frame_nbytes, u16 *__re
     if (total != 0) {  // put escapes into their places; registers cannot be indexed, this lane's column of shared memory can
 #pragma unroll
         for (u32 i = 0; i < 8; i++)
-            staged[warp][i][lane] = quads[i];
-        const u8 *escapes = frame + HEADER_NBYTES + layout.static_nbytes;
+            staged[i][lane] = quads[i];
         for (u32 at = begin + up_to_here - own; escaped != 0; at++, escaped &= escaped - 1) {
             const u32 bit = __ffs(escaped) - 1, k = bit / 8, q = bit % 4, h = bit / 4 % 2;
-            ((u8 *)&staged[warp][4 * (k / 2) + q][lane])[2 * (k % 2) + h] = __ldg(escapes + at);
+            ((u8 *)&staged[4 * (k / 2) + q][lane])[2 * (k % 2) + h] = __ldg(dynamic + at);
         }
 #pragma unroll
         for (u32 i = 0; i < 8; i++)
-            quads[i] = staged[warp][i][lane];
+            quads[i] = staged[i][lane];
     }
 #pragma unroll
     for (u32 k = 0; k < 4; k++) {
@@ -614,9 +460,226 @@ zipccl_exponent_decode(const u8 *__restrict__ frame, u64 frame_nbytes, u16 *__re
         for (u32 p = 0; p < 4; p++) {
             const u32 h = p / 2, q = 2 * (p % 2), byte = 2 * (k % 2) + h;
             const u32 pair = __byte_perm(quads[4 * (k / 2) + q], quads[4 * (k / 2) + q + 1], (4 + byte) << 12 | byte << 4);
-            const u32 twice = __byte_perm(h ? sign_mantissas[k].y : sign_mantissas[k].x, 0, q * 0x1111 + 0x1100);
-            words[k][p] = (pair >> 1 & 0x7f807f80) | (twice & 0x807f807f);
+            const u32 twice = __byte_perm(h ? part.sign_mantissas[k].y : part.sign_mantissas[k].x, 0, q * 0x1111 + 0x1100);
+            words[k][p] = select_bits(EXPONENTS, pair >> 1, twice);
         }
     }
-    store(to, n, lane, words);
+    return 0;
+}
+
+// Decodes each job's frame, RAW or not, into its values[0..numel). It trusts no byte of it: nothing is read outside of the frame or
+// written outside of the output, whatever the frame holds, and what is wrong is or-ed into the job's word of `status` (enum Fault),
+// which the caller clears. Values are then unspecified.
+//
+// Grid: the thread blocks of all jobs. Header and static part are there, of the dynamic part dynamic_room bytes.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) zipccl_exponent_decode(const __grid_constant__ Batch batch, u32 *status) {
+    __shared__ u32 staged[WARPS][8][32];
+    __shared__ u32 wrong;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 index = job_of_thread_block(batch), first = batch.jobs[index].first;
+    const u8 *const frame = global(batch.jobs[index].frame), *const dynamic = global(batch.jobs[index].dynamic);
+    u16 *const values = global(batch.jobs[index].values);
+    const u32 numel = (u32)batch.jobs[index].numel;
+    const Layout layout = layout_of(numel);
+    const u32 first_block = (blockIdx.x - first) * BLOCKS_PER_THREAD_BLOCK + warp;
+
+    // The first block's bytes are asked for before it is known whether the header is good, as both are a long way off.
+    const auto has_part = [&](u32 block) { return block < layout.n_blocks && !layout.always_raw; };
+#ifdef ZIPCCL_CP_ASYNC
+    __shared__ Ahead ahead[2][WARPS];
+    const auto bring = [&](u32 turn) {
+        const u32 block = first_block + turn * WARPS;
+        if (turn < BLOCKS_PER_WARP && has_part(block))
+            bring_part(ahead[turn % 2][warp], line_at(frame, line_of(layout, block)), lane);
+        __pipeline_commit();
+    };
+    bring(0);
+#else
+    Part part = {};
+    if (has_part(first_block))
+        part = load_part(line_at(frame, line_of(layout, first_block)), lane);
+#endif
+    if (warp == 0) {
+        const u32 faults = header_faults(frame, layout, numel, batch.jobs[index].dynamic_room, lane);
+        if (lane == 0) {
+            wrong = faults;
+            if (faults != 0 && blockIdx.x == first)
+                atomicOr(status + index, faults);
+        }
+    }
+    __syncthreads();
+    if (wrong != 0)
+        return;
+
+    const bool raw = is_raw(frame);
+#pragma unroll 1
+    for (u32 turn = 0; turn < BLOCKS_PER_WARP; turn++) {
+        const u32 block = first_block + turn * WARPS;
+        if (block >= layout.n_blocks)
+            return;
+        const u32 n = min(BLOCK, numel - block * BLOCK);
+        u32 words[4][4];
+        if (raw) {
+            load_raw(frame, dynamic, layout, block, n, lane, words);
+        } else {
+#ifdef ZIPCCL_CP_ASYNC
+            bring(turn + 1);
+            __pipeline_wait_prior(1);
+            const Part part = take_part(ahead[turn % 2][warp], lane);
+#endif
+            const u32 faults = decode_block(frame, dynamic, layout, block, n, part, staged[warp], lane, words);
+            if (faults != 0) {
+                if (lane == 0)
+                    atomicOr(status + index, faults);
+                continue;
+            }
+        }
+        store(values + (u64)block * BLOCK, n, lane, words);
+    }
+}
+
+// ---- decode and reduce ----
+
+// Reads the first n of a block's fp32 values, [8*k + r]; the others are 0.
+static __device__ __forceinline__ void load_floats(const float *block, u32 n, u32 lane, float (&numbers)[32]) {
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        const u32 i = 256 * k + 8 * lane;
+        if (n == BLOCK && aligned(block, 16)) {
+#pragma unroll
+            for (u32 r = 0; r < 8; r += 4) {
+                const float4 quad = *(const float4 *)(block + i + r);
+                numbers[8 * k + r] = quad.x, numbers[8 * k + r + 1] = quad.y;
+                numbers[8 * k + r + 2] = quad.z, numbers[8 * k + r + 3] = quad.w;
+            }
+            continue;
+        }
+#pragma unroll
+        for (u32 r = 0; r < 8; r++)
+            numbers[8 * k + r] = i + r < n ? block[i + r] : 0.0f;
+    }
+}
+
+// Writes the first n of a block's fp32 values.
+static __device__ __forceinline__ void store_floats(float *block, u32 n, u32 lane, const float (&numbers)[32]) {
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        const u32 i = 256 * k + 8 * lane;
+        if (n == BLOCK && aligned(block, 16)) {
+#pragma unroll
+            for (u32 r = 0; r < 8; r += 4)
+                *(float4 *)(block + i + r) = make_float4(numbers[8 * k + r], numbers[8 * k + r + 1], numbers[8 * k + r + 2],
+                                                         numbers[8 * k + r + 3]);
+            continue;
+        }
+#pragma unroll
+        for (u32 r = 0; r < 8; r++)
+            if (i + r < n)
+                block[i + r] = numbers[8 * k + r];
+    }
+}
+
+// The bfloat16 nearest to a number, the even one of two; 0x7fc0 for every NaN.
+static __device__ __forceinline__ u32 bfloat16(float number) {
+    const u32 bits = __float_as_uint(number);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Adds up what the ranks contribute, in their order, in fp32, and divides: the jobs are the ranks, all of the same numel, each with
+// a frame or, where `frame` is null, with values of its own. Nothing but an fp32 sum is rounded before the result is.
+//
+// Grid: max(1, ceil(numel / (BLOCK * WARPS))) thread blocks; Job::first is ignored.
+// initial  null, or an fp32 sum of numel values to begin with
+// out      numel values, fp32 where `wide` is not 0, else bfloat16; aligned to their size (16 is fast). It may be `initial`, or the
+//          values of one rank
+// divisor  1, or what the sum is divided by
+// status   of each rank, as zipccl_exponent_decode has it of each job; out is then unspecified
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+zipccl_exponent_decode_reduce(const __grid_constant__ Batch batch, const float *initial, void *out, u32 wide, float divisor,
+                              u32 *status) {
+    __shared__ u32 staged[WARPS][8][32];
+    __shared__ u32 wrong[MAX_JOBS];
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 numel = (u32)batch.jobs[0].numel;
+    const Layout layout = layout_of(numel);
+    for (u32 rank = warp; rank < batch.n_jobs; rank += WARPS) {
+        const u8 *const frame = global(batch.jobs[rank].frame);
+        const u32 faults = frame == nullptr ? 0 : header_faults(frame, layout, numel, batch.jobs[rank].dynamic_room, lane);
+        if (lane == 0) {
+            wrong[rank] = faults;
+            if (faults != 0 && blockIdx.x == 0)
+                atomicOr(status + rank, faults);
+        }
+    }
+    __syncthreads();
+    const u32 block = blockIdx.x * WARPS + warp;
+    if (block >= layout.n_blocks)
+        return;
+    const u32 n = min(BLOCK, numel - block * BLOCK);
+    float totals[32];  // [8*k + r]
+#pragma unroll
+    for (u32 i = 0; i < 32; i++)
+        totals[i] = -0.0f;  // to which any number can be added without a change, -0 too
+    if (initial != nullptr)
+        load_floats(initial + (u64)block * BLOCK, n, lane, totals);
+#ifdef ZIPCCL_CP_ASYNC
+    __shared__ Ahead ahead[2][WARPS];
+    const auto bring = [&](u32 rank) {
+        if (rank < batch.n_jobs && !layout.always_raw) {
+            const u8 *const frame = global(batch.jobs[rank].frame);
+            if (frame != nullptr)
+                bring_part(ahead[rank % 2][warp], line_at(frame, line_of(layout, block)), lane);
+        }
+        __pipeline_commit();
+    };
+    bring(0);
+#endif
+#pragma unroll 1
+    for (u32 rank = 0; rank < batch.n_jobs; rank++) {
+#ifdef ZIPCCL_CP_ASYNC
+        bring(rank + 1);
+        __pipeline_wait_prior(1);
+#endif
+        if (wrong[rank] != 0)
+            continue;
+        const u8 *const frame = global(batch.jobs[rank].frame), *const dynamic = global(batch.jobs[rank].dynamic);
+        u32 words[4][4];
+        if (frame == nullptr) {
+            load(global(batch.jobs[rank].values) + (u64)block * BLOCK, n, n == BLOCK, lane, words);
+        } else if (is_raw(frame)) {
+            load_raw(frame, dynamic, layout, block, n, lane, words);
+        } else {
+#ifdef ZIPCCL_CP_ASYNC
+            const Part part = take_part(ahead[rank % 2][warp], lane);
+#else
+            const Part part = load_part(line_at(frame, line_of(layout, block)), lane);
+#endif
+            const u32 faults = decode_block(frame, dynamic, layout, block, n, part, staged[warp], lane, words);
+            if (faults != 0) {
+                if (lane == 0)
+                    atomicOr(status + rank, faults);
+                continue;
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < 32; i++) {
+            const u32 pair = words[i / 8][i / 2 % 4];
+            totals[i] = __fadd_rn(totals[i], __uint_as_float(i % 2 ? pair & 0xffff0000 : pair << 16));
+        }
+    }
+
+    if (divisor != 1) {
+#pragma unroll
+        for (u32 i = 0; i < 32; i++)
+            totals[i] = __fdiv_rn(totals[i], divisor);
+    }
+    if (wide) {
+        store_floats((float *)out + (u64)block * BLOCK, n, lane, totals);
+        return;
+    }
+    u32 words[4][4];
+#pragma unroll
+    for (u32 i = 0; i < 16; i++)
+        words[i / 4][i % 4] = bfloat16(totals[2 * i]) | bfloat16(totals[2 * i + 1]) << 16;
+    store((u16 *)out + (u64)block * BLOCK, n, lane, words);
 }

@@ -6,6 +6,14 @@
 // Checked are: lanes of a warp that meet at different collectives, a barrier or collective that some threads never reach, and
 // launches in which nothing moves any more.
 //
+// An asynchronous copy happens as early as it can where threads take their turns forwards, and as late as it can, at the wait for
+// it, where they do so backwards.
+//
+// With -DCUSIM_RACE, and the file with the kernels (not cusim.cpp) compiled with `-fsanitize=thread --param
+// tsan-distinguish-volatile=1`, a launch fails when two threads use the same byte, one of them writes, and nothing orders them:
+// __syncthreads orders all threads of a thread block, __syncwarp those of a warp, the end of a launch everything. Atomics and
+// volatile accesses are not looked at. Link without -fsanitize=thread: the sanitizer's calls end in cusim.cpp.
+//
 // Limits: one dimension; collectives need full warps and the full mask; no dynamic shared memory, no templates with shared
 // variables, no streams. Memory is sequentially consistent: a missing fence is not noticed. The address sanitizer does not watch
 // the bounds of shared variables.
@@ -14,29 +22,37 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 
 #define __global__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define __builtin_assume(condition) ((void)0)
 // All shared variables lie in one section of the library, which is exchanged when another thread block runs.
 #define __shared__ static __attribute__((section("cusim_shared")))
 
 struct uint2 {
     unsigned x, y;
-} __attribute__((aligned(8)));
+} __attribute__((aligned(8), may_alias));
 struct uint3 {
     unsigned x, y, z;
 };
 struct uint4 {
     unsigned x, y, z, w;
-} __attribute__((aligned(16)));
+} __attribute__((aligned(16), may_alias));
+struct float4 {
+    float x, y, z, w;
+} __attribute__((aligned(16), may_alias));
 using dim3 = uint3;
 
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+#pragma GCC visibility push(hidden) // several libraries with simulated kernels can be loaded at the same time
 namespace cusim {
 
 struct Launch {
@@ -46,29 +62,71 @@ struct Launch {
     bool backwards;    // residents, and the threads in them, take their turns from the last to the first
 };
 
-// Runs a launch to its end. Returns what went wrong, or nothing.
+// Runs a launch to its end. Returns what went wrong, or nothing. Launches of several threads of the operating system wait for each
+// other.
 std::string launch(const Launch &launch, const std::function<void()> &kernel);
+
+// `resident` and `backwards` of launches that do not say: those of cusim_configure(), else of the environment (CUSIM_RESIDENT,
+// CUSIM_BACKWARDS), else 3 and backwards.
+Launch configured(unsigned grid, unsigned threads);
 
 extern uint3 thread_index, block_index;
 extern dim3 block_dim, grid_dim;
 
-// All lanes of a warp meet here, each with a value; returns those of lanes 0..31, valid until the next call.
-const unsigned long long *meet(const char *collective, unsigned mask, unsigned long long value);
+// All lanes of a warp meet in these; what they return is made of the values that lanes bring.
+unsigned long long exchange(const char *collective, unsigned mask, unsigned long long value, unsigned source);
+unsigned ballot(const char *collective, unsigned mask, bool predicate);
+unsigned reduce(const char *collective, unsigned mask, unsigned value, unsigned (*combine)(unsigned, unsigned));
+void sync_warp(unsigned mask);
 void barrier();
 void sleep();
+
+void copy_async(void *to, const void *from, size_t nbytes);
+void commit_copies();
+void wait_for_copies(unsigned all_but);
 
 template <class T> T shuffle(const char *collective, unsigned mask, T value, unsigned source) {
     static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "up to 64 bits");
     unsigned long long bits = 0;
     memcpy(&bits, &value, sizeof value);
-    bits = meet(collective, mask, bits)[source];
+    bits = exchange(collective, mask, bits, source);
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
 inline unsigned lane() { return thread_index.x % 32; }
 
+// Kernel parameters as a driver takes them: one behind the other, each at a multiple of its alignment.
+template <class T> T next_parameter(const char *packed, size_t &at) {
+    at = (at + alignof(T) - 1) / alignof(T) * alignof(T);
+    T value;
+    memcpy(&value, packed + at, sizeof value);
+    at += sizeof value;
+    return value;
+}
+
+int report(const std::string &message, char *error, unsigned error_nbytes);
+
+template <class... T>
+int launch_packed(void (*kernel)(T...), const void *packed, unsigned grid, unsigned threads, char *error, unsigned error_nbytes) {
+    size_t at = 0;
+    const std::tuple<T...> parameters{next_parameter<T>((const char *)packed, at)...}; // in order, because of the braces
+    return report(launch(configured(grid, threads), [&] { std::apply(kernel, parameters); }), error, error_nbytes);
+}
+
 } // namespace cusim
+#pragma GCC visibility pop
+
+// Makes a kernel callable from outside: <kernel>__cusim(packed parameters, grid, threads, message, room for it), which returns 0,
+// or 1 and a message.
+#define CUSIM_EXPORT(kernel)                                                                                                  \
+    extern "C" __attribute__((visibility("default"))) int kernel##__cusim(const void *packed, unsigned grid, unsigned threads, \
+                                                                          char *error, unsigned error_nbytes) {                \
+        return cusim::launch_packed(kernel, packed, grid, threads, error, error_nbytes);                                      \
+    }
+
+// How later launches of exported kernels are scheduled.
+extern "C" __attribute__((visibility("default"))) void cusim_configure(unsigned resident, int backwards);
 
 #define threadIdx (cusim::thread_index)
 #define blockIdx (cusim::block_index)
@@ -78,7 +136,7 @@ inline unsigned lane() { return thread_index.x % 32; }
 // ---- synchronisation ----
 
 inline void __syncthreads() { cusim::barrier(); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { cusim::meet("__syncwarp", mask, 0); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { cusim::sync_warp(mask); }
 inline void __threadfence() {}
 inline void __nanosleep(unsigned) { cusim::sleep(); }
 
@@ -94,36 +152,25 @@ template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned step) {
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int bits) {
     return cusim::shuffle("__shfl_xor_sync", mask, value, cusim::lane() ^ (unsigned)bits);
 }
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-    const unsigned long long *all = cusim::meet("__ballot_sync", mask, predicate != 0);
-    unsigned bits = 0;
-    for (unsigned i = 0; i < 32; i++)
-        bits |= (unsigned)all[i] << i;
-    return bits;
-}
-inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
+inline unsigned __ballot_sync(unsigned mask, int predicate) { return cusim::ballot("__ballot_sync", mask, predicate != 0); }
+inline int __any_sync(unsigned mask, int predicate) { return cusim::ballot("__any_sync", mask, predicate != 0) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return cusim::ballot("__all_sync", mask, predicate != 0) == 0xffffffffu; }
 inline unsigned __reduce_add_sync(unsigned mask, unsigned value) {
-    const unsigned long long *all = cusim::meet("__reduce_add_sync", mask, value);
-    unsigned sum = 0;
-    for (unsigned i = 0; i < 32; i++)
-        sum += (unsigned)all[i];
-    return sum;
+    return cusim::reduce("__reduce_add_sync", mask, value, [](unsigned a, unsigned b) { return a + b; });
 }
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-    const unsigned long long *all = cusim::meet("__reduce_max_sync", mask, value);
-    unsigned largest = 0;
-    for (unsigned i = 0; i < 32; i++)
-        largest = all[i] > largest ? (unsigned)all[i] : largest;
-    return largest;
+    return cusim::reduce("__reduce_max_sync", mask, value, [](unsigned a, unsigned b) { return a > b ? a : b; });
 }
 
-template <class T> T atomicAdd(T *at, T value) {
+// Not seen by the race detector, whose calls gcc leaves out of such a function.
+#define CUSIM_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+
+template <class T> CUSIM_UNSEEN T atomicAdd(T *at, T value) {
     const T before = *at;
     *at = before + value;
     return before;
 }
-template <class T> T atomicOr(T *at, T value) {
+template <class T> CUSIM_UNSEEN T atomicOr(T *at, T value) {
     const T before = *at;
     *at = before | value;
     return before;
@@ -131,9 +178,14 @@ template <class T> T atomicOr(T *at, T value) {
 
 // ---- memory ----
 
+inline bool __isGlobal(const void *) { return true; }
 template <class T> T __ldg(const T *at) { return *at; }
 template <class T> T __ldcs(const T *at) { return *at; }
 template <class T> void __stcs(T *at, T value) { *at = value; }
+
+inline void __pipeline_memcpy_async(void *to, const void *from, size_t nbytes) { cusim::copy_async(to, from, nbytes); }
+inline void __pipeline_commit() { cusim::commit_copies(); }
+inline void __pipeline_wait_prior(unsigned all_but) { cusim::wait_for_copies(all_but); }
 
 // ---- arithmetic ----
 
@@ -156,5 +208,17 @@ inline unsigned __vminu2(unsigned a, unsigned b) {
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {
     return __vminu2(((a + b) & 0xffff) | (((a >> 16) + (b >> 16)) << 16), c);
 }
+inline float __uint_as_float(unsigned bits) {
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+inline unsigned __float_as_uint(float number) {
+    unsigned bits;
+    memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
