@@ -1,4 +1,5 @@
 # Needs Python 3.10 or newer with venv, a C compiler for the fast kernels, and about 1.5 GB. Everything is installed into .venv.
+# Where there is a CUDA toolkit (nvcc), `make test` builds PyCUDA as well, so that the CUDA kernels are tested.
 
 PYTHON    ?= python3
 # Pinned, and installed first. On a machine where pip finds only CUDA builds of torch (several GB), name a CPU build's index:
@@ -13,10 +14,11 @@ PYTEST_FLAGS ?=
 VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.stamp
+CUDA_STAMP := $(VENV)/.cuda-stamp
 INSTALL = $(PY) -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types bench ci clean
+.PHONY: help venv demo test lint types bench fatbin wheel ci clean
 
 help:  ## lists the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## +' '{printf "  make %-6s %s\n", $$1, $$2}'
@@ -32,10 +34,15 @@ $(STAMP): pyproject.toml setup.py $(wildcard zipccl_core/kernels/native/*.[ch])
 	DS_BUILD_OPS=0 $(INSTALL) --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
 	@touch $@
 
+# PyCUDA is built from source (about 2 minutes) and disassemblers are installed; no GPU is needed, nor its driver.
+$(CUDA_STAMP): $(STAMP) tests/fakecuda/install.py tests/fakecuda/build.py
+	$(PY) tests/fakecuda/install.py $(PIP_FLAGS) || echo 'going on: tests that need what is missing are skipped'
+	@touch $@
+
 demo: $(STAMP)  ## trains small models natively and with ZipCCL, and compares losses and bytes (about 2 minutes)
 	$(PY) examples/demo.py
 
-test: $(STAMP)  ## runs all tests
+test: $(CUDA_STAMP)  ## runs all tests
 	$(PY) -m pytest tests $(PYTEST_FLAGS)
 
 lint: $(STAMP)  ## checks style and format
@@ -51,8 +58,16 @@ bench: $(STAMP)  ## measures codec, overhead and ratio on this machine
 	$(PY) bench/overhead.py
 	$(PY) bench/ratio.py tests/data
 
+fatbin: cuda/exponent.fatbin  ## compiles the CUDA kernels ahead, for machines without nvcc (needs nvcc)
+
+cuda/exponent.fatbin: $(wildcard cuda/*.cu cuda/*.cuh) zipccl_core/kernels/compiler.py | $(STAMP)
+	$(PY) -m zipccl_core.kernels.compiler $@
+
+wheel: fatbin  ## builds a wheel, with compiled CUDA kernels, into dist
+	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps --wheel-dir dist .
+
 ci:  ## what continuous integration runs
 	.ci/run
 
 clean:  ## removes .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info zipccl_core/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info zipccl_core/kernels/*.so cuda/*.fatbin* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -176,3 +176,16 @@ def test_a_strategy_of_ones_own() -> None:
     config = ZipCCLConfig(strategy="large-gathers-raw")
     assert config.plan(Operation.ALL_GATHER, BF16, 2000, 2).codec == RawCodec()
     assert config.plan(Operation.ALL_GATHER, BF16, 100, 2) == NATIVE
+
+
+def test_variables_of_the_cuda_kernels_are_not_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    assert ZipCCLConfig.from_env({"ZIPCCL_CACHE_DIR": "/tmp", "ZIPCCL_NVCC": ""}) == ZipCCLConfig()
+    assert not caplog.records
+
+
+def test_dynamic_sizes_of_operations() -> None:
+    config = ZipCCLConfig(strategy="always", dynamic_cap=0.5, operations={"all_gather": {"dynamic_sizes": "capped"}})
+    assert config.plan(Operation.ALL_GATHER, torch.bfloat16, 5000, 2).dynamic_cap == 0.5
+    assert config.plan(Operation.ALL_TO_ALL, torch.bfloat16, 5000, 2).dynamic_cap is None
+    with pytest.raises(ConfigError, match=r"dynamic_sizes.*'exact' or 'capped'"):
+        ZipCCLConfig(dynamic_sizes="guessed")

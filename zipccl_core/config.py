@@ -24,6 +24,7 @@ __all__ = ["AlwaysStrategy", "NeverStrategy", "OperationConfig", "RawCodec", "Th
 logger = logging.getLogger("zipccl")
 
 ENVIRONMENT_PREFIX = "ZIPCCL_"
+_NOT_CONFIGURATION = {"ZIPCCL_NVCC", "ZIPCCL_CACHE_DIR"}  # where kernels are compiled, which is each machine's own
 
 AnyCodec = Annotated[SerializeAsAny[Codec], BeforeValidator(codecs.resolve)]
 AnyStrategy = Annotated[SerializeAsAny[Strategy], BeforeValidator(strategies.resolve)]
@@ -126,6 +127,7 @@ class ZipCCLConfig(_Section):
         """
         environ = os.environ if environ is None else environ
         given = {name: text for name, text in environ.items() if name.startswith(ENVIRONMENT_PREFIX)}
+        given = {name: text for name, text in given.items() if name not in _NOT_CONFIGURATION}
         values = {}
         for field in cls.model_fields:
             name = ENVIRONMENT_PREFIX + field.upper()

@@ -112,7 +112,11 @@ class ExponentCodec(Codec):
 
     def unavailable(self, device: torch.device) -> str | None:
         """The CUDA kernels need PyCUDA, a driver, and nvcc or a wheel that ships them compiled."""
-        return why_no_cuda(device) if device.type == "cuda" and self.kernels in ("auto", "cuda") else None
+        if device.type == "cpu" or self.kernels == "reference":
+            return None
+        if self.kernels == "native":
+            return "the native kernels run on a CPU; allowed on a GPU: auto, cuda, reference"
+        return why_no_cuda(device) if device.type == "cuda" else f"no kernels for {device.type}"
 
     def write_all(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> Tensor:
         """As the base's; one launch on a GPU, unless there are checksums, which are the host's to compute."""

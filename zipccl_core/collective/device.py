@@ -89,8 +89,9 @@ class CudaDevice:
         return kernels.communication_stream(self._device)
 
     def capturing(self) -> bool:
-        """By torch."""
-        return torch.cuda.is_current_stream_capturing()
+        """By torch, which asks about the current device."""
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     def enqueue(self, step: Callable[[], None]) -> None:
         """Does it now."""

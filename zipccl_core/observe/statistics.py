@@ -25,7 +25,7 @@ class OperationStatistics:
         frames: frames encoded.
         raw_frames: part of `frames`: those that did not compress.
         escapes: bytes of the dynamic parts of compressed frames; for the exponent codec its escapes.
-        encode_s: seconds spent encoding.
+        encode_s: seconds that the host spent encoding; 0 on GPUs, as the two below.
         decode_s: seconds spent decoding and reducing.
         wait_s: seconds spent waiting for peers and the wire.
     """
