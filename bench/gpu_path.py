@@ -18,8 +18,9 @@ from report import Row
 from zipccl_core import ExponentCodec
 from zipccl_core.collective.device import CudaDevice
 from zipccl_core.collective.device_path import DeviceCall, DevicePath, DeviceWork
-from zipccl_core.collective.exchange import Gather, Link
+from zipccl_core.collective.exchange import Link
 from zipccl_core.collective.mover import mover_of
+from zipccl_core.collective.patterns import Gather
 from zipccl_core.collective.transport import ProcessGroupTransport
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.worker import Worker
@@ -54,10 +55,10 @@ class Loop:
 
         def exchanges() -> list[Gather]:
             parts = [(values[first : first + step], out[first : first + step]) for first in range(0, numel, step)]
-            return [Gather(link, own, {0: target}, (own, own), min(step, numel)) for own, target in parts]
+            return [Gather(link, own, {0: target}, (own, own), [own.numel()]) for own, target in parts]
 
         wire = Wire(self._transport, self._statistics, Operation.ALL_GATHER, codec)
-        call = DeviceCall(path, exchanges, [], [], [values, out], cap, wire, "all_gather")
+        call = DeviceCall(path, exchanges, [], [], [values, out], wire, "all_gather")
         return path.run(call, [out], self._worker, in_background)
 
     def close(self) -> None:

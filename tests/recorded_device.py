@@ -47,12 +47,11 @@ class RecordedDevice:
     """
 
     def __init__(self, seed: int, chunk_numel: int = 1 << 26, eagerness: float = 0.3) -> None:
-        self.chunk_numel = chunk_numel
+        self.chunk_numel, self.future_devices = chunk_numel, []
         self._random, self._eagerness = random.Random(seed), eagerness
         self._streams: list[RecordedStream] = []
         self._local = threading.local()
         self._lock = threading.RLock()
-        self.log: list[str] = []
         self.capture = False
 
     # ---- what a Device does
@@ -104,6 +103,27 @@ class RecordedDevice:
         while not event.reached:
             self._step(event)
 
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        """Carries steps out meanwhile, whether or not anybody waits for them, as a real device does."""
+        ended = threading.Event()
+
+        def loop() -> None:
+            while not ended.is_set():
+                with self._lock:
+                    ready = [stream for stream in self._streams if self._is_ready(stream)]
+                    if ready:
+                        self._carry_out(self._random.choice(ready))
+                ended.wait(0 if ready else 1e-3)
+
+        thread = threading.Thread(target=loop, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
     def run_all(self) -> None:
         """Carries everything out."""
         for stream in list(self._streams):
@@ -118,15 +138,16 @@ class RecordedDevice:
             assert ready, "no stream can go on: an event is waited for that nobody has recorded"
             if self._random.random() > self._eagerness:
                 ready = [stream for stream in ready if stream in needed] or ready
-            stream = self._random.choice(ready)
-            kind, what = stream.steps.popleft()
-            if kind == "do":
-                # with the lock held: a stream carries one step out at a time
-                with torch.no_grad():
-                    what()
-            elif kind == "record":
-                what.reached = True
-            self.log.append(f"{stream.name} {kind}")
+            self._carry_out(self._random.choice(ready))
+
+    def _carry_out(self, stream: RecordedStream) -> None:
+        """The next step of a stream; with the lock held."""
+        kind, what = stream.steps.popleft()
+        if kind == "do":
+            with torch.no_grad():
+                what()
+        elif kind == "record":
+            what.reached = True
 
     def _is_ready(self, stream: RecordedStream) -> bool:
         if not stream.steps:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,10 +70,10 @@ class Calls:
         self._messages: dict[LazyWork, None] = {}  # those under way
         self._open_sends: dict[LazyWork, None] = {}  # those of them that somebody may still wait for, oldest first
         self._sends = Worker(f"zipccl-sends-{self.name}")
-        self._store = store
+        self._store, self._space = store, getattr(self.transport, "space", 0)
         self._devices = dict(devices or {})
         self._paths: dict[torch.device, DevicePath] = {}
-        self._works_on: dict[tuple[torch.device, Operation], bool] = {}
+        self._works_on: dict[torch.device, set[Operation]] = {}
         self.configure(ZipCCLConfig.of(config))
 
     def configure(self, config: ZipCCLConfig) -> None:
@@ -88,10 +89,16 @@ class Calls:
     def close(self) -> None:
         """Ends the worker threads after the calls under way."""
         self._worker.stop()
+        with ExitStack() as stack:
+            stack.callback(self.transport.close)
+            stack.callback(self._sends.stop, EXIT_PATIENCE_S)
+            for path in self._paths.values():
+                stack.callback(path.close)
+
+    def abort(self) -> None:
+        """Ends what the group does on devices."""
         for path in self._paths.values():
-            path.close()
-        self._sends.stop(EXIT_PATIENCE_S)
-        self.transport.close()
+            path.mover.abort()
 
     def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
         """The plan of a compressed call, or None for a native one. All that it looks at is equal on all ranks."""
@@ -111,34 +118,42 @@ class Calls:
         where = tensor.device
         if where.type == "cpu" and where not in self._devices:
             return plan
-        return plan if self._works(where, operation, plan) else None
+        return plan if self._works(where, operation) else None
 
-    def _works(self, where: torch.device, operation: Operation, plan: Plan) -> bool:
-        """Whether frames of this plan can be made on a device: on all ranks, which ask each other once."""
+    def _works(self, where: torch.device, operation: Operation) -> bool:
+        """Whether an operation's frames can be made on a device: on all ranks, which ask each other once."""
         device = self._device(where)
         if device is None:
             return False
         if device.capturing():
             _tell_once("zipccl: collectives in a graph that is captured are native: the host has to read sizes")
             return False
-        works = self._works_on.get((where, operation))
-        if works is None:
-            works = self._works_on[where, operation] = self._agree(where, operation, plan)
-        return works
-
-    def _agree(self, where: torch.device, operation: Operation, plan: Plan) -> bool:
         if operation == Operation.SEND_RECV:
             _tell_once("zipccl: messages between two GPUs (send and recv) are native (docs/adr/005)")
             return False
-        assert plan.codec is not None
-        reason = plan.codec.unavailable(where)
-        self._worker.drain()
-        if not all_agree(self.group, where, reason is None):
-            _tell_once(f"zipccl: {operation} on {where} is native: {reason or 'another rank cannot compress it'}")
-            return False
-        if where not in self._paths:
-            self._paths[where] = DevicePath(self._devices[where], mover_of(self.group, where, self._store))
-        return True
+        if where not in self._works_on:
+            self._works_on[where] = self._agree(where)
+        return operation in self._works_on[where]
+
+    def _agree(self, where: torch.device) -> set[Operation]:
+        """The operations that all ranks can compress on a device. As NCCL's first call, it waits for all of them."""
+        operations: list[Operation] = list(Operation)
+        reasons: dict[Operation, str | None] = {}
+        for operation in operations:
+            try:
+                reasons[operation] = self.config.codec_of(operation).unavailable(where)
+            except Exception as error:  # the others wait for an answer
+                reasons[operation] = f"{type(error).__name__}: {error}"
+        answers = [reasons[operation] is None for operation in operations]
+        agreed = all_agree(self.group, where, answers, self._space)
+        for operation, all_can in zip(operations, agreed, strict=True):
+            if not all_can and operation != Operation.SEND_RECV:
+                reason = reasons[operation] or "another rank cannot compress it"
+                _tell_once(f"zipccl: {operation} on {where} is native: {reason}")
+        if where not in self._paths and any(agreed):
+            mover = mover_of(self.group, where, self._store, self._space)
+            self._paths[where] = DevicePath(self._devices[where], mover)
+        return {operation for operation, all_can in zip(operations, agreed, strict=True) if all_can}
 
     def _device(self, where: torch.device) -> Device | None:
         device = self._devices.get(where)
@@ -256,7 +271,6 @@ class Calls:
             before,
             after,
             [*outputs, *inputs, *flat_outputs, *flat_inputs],
-            plan.dynamic_cap,
             wire,
             f"{collective.operation} on rank {self.rank} of group {self.name!r}",
         )

@@ -89,9 +89,9 @@ class ZipCCLConfig(_Section):
             and rounds once. `gloo` repeats native gloo's order and roundings, bit for bit.
         chunk_nbytes: bytes of a tensor in one frame. Encoding, wire and decoding of successive frames overlap.
         dynamic_sizes: on a GPU, how the part of a frame travels whose size depends on the values. `exact`: in a
-            message of its own, of its exact size, for which the host waits between the two. `capped`: in one message
-            with the rest, which has room for `dynamic_cap` bytes a value; what does not fit follows, and the host waits
-            only when the call is waited for.
+            message of its own, of its exact size, which the host reads between the two. `capped`: in one message with
+            the rest, which has room for `dynamic_cap` bytes a value; it is decoded without the host, and what did not
+            fit follows.
         dynamic_cap: see there. Normally distributed values need 0.03, gradients up to 0.07.
         operations: overrides for single operations: `all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce`,
             `broadcast`, `send_recv`.
@@ -145,10 +145,14 @@ class ZipCCLConfig(_Section):
         """What all ranks of a group must have alike, as text: everything but how fast a rank computes."""
         return json.dumps({"wire format": VERSION, **_shared(self.model_dump(mode="json"))}, sort_keys=True)
 
+    def codec_of(self, operation: Operation) -> Codec:
+        """The codec of an operation's frames."""
+        return self.operations.get(operation, OperationConfig()).codec or self.codec
+
     def plan(self, operation: Operation, dtype: Any, numel: int | None, world_size: int) -> Plan:
         """The plan for one call, from facts that are equal on all ranks."""
-        override = self.operations.get(operation, OperationConfig())
-        codec, strategy = override.codec or self.codec, override.strategy or self.strategy
+        override, codec = self.operations.get(operation, OperationConfig()), self.codec_of(operation)
+        strategy = override.strategy or self.strategy
         if not codec.supports(dtype):
             return NATIVE
         chunk_numel = (override.chunk_nbytes or self.chunk_nbytes) // 2048 * 1024

@@ -310,6 +310,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         self._plain.shutdown()
 
     def abort(self) -> None:
+        self.communicator.abort()
         self._plain.abort()
 
 

@@ -120,10 +120,10 @@ class Codec(BaseModel, ABC):
         """
         status = []
         for index, (frame, out) in enumerate(zip(frames, outs, strict=True)):
-            if not frame.is_here(frame.header):
-                status.append(OVERFLOW)
-                continue
             try:
+                if not frame.is_here(frame.header):
+                    status.append(OVERFLOW)
+                    continue
                 self.read(frame, out)
             except WireFormatError as error:
                 error.frame = index
@@ -133,7 +133,12 @@ class Codec(BaseModel, ABC):
 
     def reduce_all(self, frames: Sequence[Frame | Tensor], out: Tensor, reduction: Reduction) -> Tensor:
         """`decode_reduce`, for frames of which some may not have arrived whole. Returns a status as `read_all`."""
-        status = [OVERFLOW if isinstance(frame, Frame) and not frame.is_here(frame.header) else 0 for frame in frames]
+        status = []
+        for rank, frame in enumerate(frames):
+            try:
+                status.append(OVERFLOW if isinstance(frame, Frame) and not frame.is_here(frame.header) else 0)
+            except WireFormatError as error:
+                raise WireFormatError(f"from rank {rank}: {error}") from error
         if not any(status):
             self.decode_reduce(frames, out, reduction)
         return torch.tensor(status, dtype=torch.int32, device=out.device)

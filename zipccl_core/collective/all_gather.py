@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import Collective, exchange, others
-from zipccl_core.collective.exchange import Gather
+from zipccl_core.collective.patterns import Gather
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ class AllGather(Collective):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
     ) -> Sequence[Exchange]:
         """As in `run`."""
-        (values,), rank = inputs, link.mover.rank
-        step, most = link.device.chunk_numel, max(output.numel() for output in outputs)
+        (values,), rank, step = inputs, link.mover.rank, link.device.chunk_numel
+        most = max(output.numel() for output in outputs)
 
         def part(first: int) -> Exchange:
             parts = {peer: output[first : first + step] for peer, output in enumerate(outputs)}
-            own = values[first : first + step]
-            return Gather(link, own, parts, (parts.pop(rank), own), min(step, most - first))
+            own, numels = values[first : first + step], [part.numel() for part in parts.values()]
+            return Gather(link, own, parts, (parts.pop(rank), own), numels)
 
         return [part(first) for first in range(0, most, step)]

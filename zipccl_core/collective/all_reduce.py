@@ -50,10 +50,10 @@ class AllReduce(Collective):
         """One output and one input of the same numel."""
         (output,), (values,), mover = outputs, inputs, link.mover
         parts, results, reduction = self._cut(values, output, mover.rank, mover.world_size)
-        reduce_scatter = AllToAllReduceScatter(reduction).exchanges([results[mover.rank]], parts, link, plan)
-        for exchange in reduce_scatter:
-            exchange.settles_first = True
-        return [*reduce_scatter, *AllGather().exchanges(results, [results[mover.rank]], link, plan)]
+        return [
+            *AllToAllReduceScatter(reduction).exchanges([results[mover.rank]], parts, link, plan),
+            *AllGather().exchanges(results, [results[mover.rank]], link, plan),
+        ]
 
     def _cut(
         self, values: Tensor, output: Tensor, rank: int, world_size: int

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import Collective, exchange, others
-from zipccl_core.collective.exchange import Scatter
+from zipccl_core.collective.patterns import Scatter
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:

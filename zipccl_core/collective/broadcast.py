@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import DEPTH, Collective
-from zipccl_core.collective.exchange import Spread
+from zipccl_core.collective.patterns import Spread
 from zipccl_core.collective.wire import Arriving, chunk_tag
 from zipccl_core.strategy.base import Operation, Plan
 

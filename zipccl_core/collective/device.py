@@ -42,6 +42,9 @@ class Device(Protocol):
     chunk_numel: int
     """Values in a frame at most; it bounds the memory of a call, and there is nothing to be overlapped within one."""
 
+    future_devices: list[int | str | torch.device]
+    """For torch's futures, which then know of the device's streams; none where it is no device of torch's."""
+
     def current(self) -> Any:
         """The current stream of this thread."""
 
@@ -75,6 +78,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.future_devices: list[int | str | torch.device] = [device]
 
     def current(self) -> Any:
         """torch's current stream."""

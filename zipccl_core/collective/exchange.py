@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zipccl_core.codec.frame import Frame, align
+from zipccl_core.codec.frame import HEADER_NBYTES, Frame, align
 from zipccl_core.collective.memory import empty, empty_flat
 from zipccl_core.errors import WireFormatError
 from zipccl_core.kernels import OVERFLOW
@@ -114,13 +114,13 @@ class Incoming:
 
 
 class Exchange(ABC):
-    """Frames out and in.
+    """Frames out and in, on the communication stream. `run` does all of it:
 
-    1. `begin`: all outgoing tensors are encoded, and the first messages move.
-    2. `lacks` tells the host, when they have, whether there are dynamic parts that did not fit.
-    3. `complete`: if there are, they move, at their exact sizes.
-    4. `deliver`: decodes. Without 2 and 3 it may meet frames that are not whole, says so in its status, and is done
-       again after them.
+    1. All outgoing tensors are encoded, and the first messages move.
+    2. With a cap, what has arrived is decoded.
+    3. The host reads how large dynamic parts are.
+    4. Those that did not fit, without a cap all, move at their exact sizes.
+    5. What has arrived is decoded, if it is not yet.
 
     Args:
         link: of the call.
@@ -129,9 +129,6 @@ class Exchange(ABC):
         own: an output and an input that is copied there.
         reduce: instead of decoding into `outs`.
     """
-
-    settles_first = False
-    """Whether what is delivered is needed whole by the next exchange of the call."""
 
     def __init__(
         self,
@@ -143,17 +140,39 @@ class Exchange(ABC):
     ) -> None:
         self._link, self._own, self._reduce = link, own, reduce
         self._values, self._outs = outgoing, outs
-        self.verdict: Verdict | None = None
+        self.outgoing: list[Outgoing] = []
+        self.incoming: dict[int, Incoming] = {}
 
-    def begin(self) -> None:
-        """Encodes, moves the first messages, and asks for the sizes."""
+    def run(self, count: Callable[..., None]) -> Verdict | None:
+        """Puts all steps on the stream. The host waits for the first movement, and for nothing else.
+
+        Args:
+            count: called with increments of the call's counters.
+
+        Raises:
+            WireFormatError: a peer's header claims a size that cannot be.
+        """
+        self._begin()
+        capped = self._link.cap is not None
+        verdict = self._deliver() if capped else None
+        lacks = self._read_sizes()
+        if lacks:
+            self._complete()
+        if lacks or not capped:
+            verdict = self._deliver()
+        self._count(count)
+        # The memory may be used again by what comes next on this stream; an exchange of many is not to hold all of it.
+        self.outgoing, self.incoming = [], {}
+        return verdict
+
+    def _begin(self) -> None:
         device, link = self._link.device, self._link
         self.outgoing = [self._going(values) for values in self._values]
         buffers = [one.buffer for one in self.outgoing]
         if self._own is not None:
             output, own = self._own
             if output.data_ptr() != own.data_ptr():
-                device.enqueue(lambda: _copy(output, own))
+                device.enqueue(lambda: copy(output, own))
         if self._reduce is not None and link.cap is not None:
             self._reduce.keep_own(device)
 
@@ -166,14 +185,11 @@ class Exchange(ABC):
 
         device.enqueue(encode)
         self.incoming = self._move()
-        self._sizes = device.read(self._all_sizes)
+        incoming = list(self.incoming.values())
+        self._sizes = device.read(lambda: torch.cat([one.frame.dynamic_nbytes for one in incoming] + [self._written]))
 
-    def lacks(self) -> bool:
-        """Whether dynamic parts have to come that this rank sends or receives; blocks the host until it knows.
-
-        Raises:
-            WireFormatError: a peer's header claims a size that cannot be.
-        """
+    def _read_sizes(self) -> bool:
+        """Whether dynamic parts have to come that this rank sends or receives; blocks the host until it knows."""
         sizes = self._sizes.get()
         self.in_sizes = dict(zip(self.incoming, sizes, strict=False))
         self.out_sizes = sizes[len(self.incoming) :]
@@ -186,171 +202,58 @@ class Exchange(ABC):
             one.lacks(size) for one, size in zip(self.outgoing, self.out_sizes, strict=True)
         )
 
-    @abstractmethod
-    def complete(self) -> None:
-        """Moves dynamic parts that did not fit; sizes are known."""
-
-    def deliver(self) -> None:
-        """Decodes or reduces what has arrived, and asks for the status."""
-        frames = {peer: one.frame for peer, one in self.incoming.items()}
+    def _deliver(self) -> Verdict | None:
+        """Decodes or reduces what has arrived."""
+        if not self.incoming:
+            return None
+        frames, codec, reduce = {peer: one.frame for peer, one in self.incoming.items()}, self._link.codec, self._reduce
         outs = [one.out for one in self.incoming.values()]
 
         def status() -> Tensor:
             try:
-                if self._reduce is not None:
-                    return self._reduce(self._link.codec, frames)
-                return self._link.codec.read_all(list(frames.values()), outs)
+                return reduce(codec, frames) if reduce is not None else codec.read_all(list(frames.values()), outs)
             except WireFormatError as error:
                 if error.frame is None:
                     raise
                 raise WireFormatError(f"from rank {list(frames)[error.frame]}: {error}") from error
 
-        if frames:
-            peers = list(frames) if self._reduce is None else list(range(self._link.mover.world_size))
-            self.verdict = Verdict(peers, self._link.device.read(status), self._link.codec)
+        peers = list(frames) if reduce is None else list(range(self._link.mover.world_size))
+        return Verdict(peers, self._link.device.read(status), codec)
 
     @abstractmethod
     def _move(self) -> dict[int, Incoming]:
         """Moves the first messages; returns what is on its way, by peer."""
 
+    @abstractmethod
+    def _complete(self) -> None:
+        """Moves dynamic parts that did not fit; sizes are known."""
+
     def _going(self, values: Tensor) -> Outgoing:
         return Outgoing(values, self._link)
 
-    def _all_sizes(self) -> Tensor:
-        sizes = [one.frame.dynamic_nbytes for one in self.incoming.values()]
-        return torch.cat([*sizes, self._written])
-
     @property
-    def sent(self) -> list[tuple[Outgoing, int, int]]:
-        """Each frame, its dynamic_nbytes and the number of peers that it went to, once they are known."""
-        return [(one, size, 1) for one, size in zip(self.outgoing, self.out_sizes, strict=True)]
+    def _n_peers(self) -> int:
+        """To how many each frame goes."""
+        return 1
 
-    def wire_nbytes(self, one: Outgoing, size: int) -> int:
-        """Bytes that went to a peer for a frame."""
-        return one.message.numel() + (align(size) if one.lacks(size) else 0)
+    def _second_nbytes(self, one: Outgoing, size: int) -> int:
+        """Bytes of a frame in the second movement."""
+        return align(size) if one.lacks(size) else 0
 
-
-class Gather(Exchange):
-    """One frame from each rank to all, by an all-gather of messages that are as long as the largest.
-
-    Args:
-        largest: numel of the largest tensor of a rank.
-    """
-
-    def __init__(
-        self, link: Link, values: Tensor, outs: Mapping[int, Tensor], own: tuple[Tensor, Tensor], largest: int
-    ) -> None:
-        super().__init__(link, [values], outs, own)
-        self._nbytes = link.message_nbytes(largest, values.dtype)
-
-    def _going(self, values: Tensor) -> Outgoing:
-        return Outgoing(values, self._link, self._nbytes)
-
-    def _move(self) -> dict[int, Incoming]:
-        device, mover = self._link.device, self._link.mover
-        (out,) = self.outgoing
-        nbytes = self._nbytes
-        gathered = self._link.bytes(mover.world_size * nbytes)
-        device.enqueue(lambda: mover.all_gather(gathered, out.message))
-        return {
-            rank: Incoming(gathered[rank * nbytes : (rank + 1) * nbytes], like, self._link)
-            for rank, like in self._outs.items()
-        }
-
-    def complete(self) -> None:
-        """All ranks know all sizes, and take part."""
-        device, mover = self._link.device, self._link.mover
-        (out,) = self.outgoing
-        nbytes = max(align(size) for size in [*self.in_sizes.values(), *self.out_sizes])
-        gathered = self._link.bytes(mover.world_size * nbytes)
-        dynamic = out.dynamic(nbytes)
-        if dynamic.numel() < nbytes:  # a frame so small that it has no room for as much as the largest sends
-            dynamic = self._link.bytes(nbytes)
-            device.enqueue(lambda: _copy(dynamic[: out.dynamic(nbytes).numel()], out.dynamic(nbytes)))
-        device.enqueue(lambda: mover.all_gather(gathered, dynamic))
-        for rank, one in self.incoming.items():
-            one.bring(gathered[rank * nbytes : rank * nbytes + align(self.in_sizes[rank])])
-
-    @property
-    def sent(self) -> list[tuple[Outgoing, int, int]]:
-        """The rank's frame, at the largest size."""
-        (out,) = self.outgoing
-        return [(out, max([*self.in_sizes.values(), *self.out_sizes]), len(self.incoming))]
-
-
-class Scatter(Exchange):
-    """A frame from each rank to each other, by an all-to-all.
-
-    Args:
-        to: for each outgoing tensor, the rank that it goes to.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        values: Mapping[int, Tensor],
-        outs: Mapping[int, Tensor],
-        own: tuple[Tensor, Tensor] | None = None,
-        reduce: Reduce | None = None,
-    ) -> None:
-        super().__init__(link, list(values.values()), outs, own, reduce)
-        self._to = list(values)
-
-    def _move(self) -> dict[int, Incoming]:
-        device, mover, link = self._link.device, self._link.mover, self._link
-        messages = dict(zip(self._to, (one.message for one in self.outgoing), strict=True))
-        received = {peer: link.bytes(link.message_nbytes(out.numel(), out.dtype)) for peer, out in self._outs.items()}
-        nothing = link.bytes(0)
-        ranks = range(mover.world_size)
-        ins, outs = [received.get(r, nothing) for r in ranks], [messages.get(r, nothing) for r in ranks]
-        device.enqueue(lambda: mover.all_to_all(ins, outs))
-        return {peer: Incoming(received[peer], out, link) for peer, out in self._outs.items()}
-
-    def complete(self) -> None:
-        """Between the pairs that have something left."""
-        device, mover = self._link.device, self._link.mover
-        received = {
-            peer: self._link.bytes(align(size))
-            for peer, size in self.in_sizes.items()
-            if self.incoming[peer].lacks(size)
-        }
-        messages = {
-            peer: one.dynamic(align(size))
-            for peer, one, size in zip(self._to, self.outgoing, self.out_sizes, strict=True)
-            if one.lacks(size)
-        }
-        device.enqueue(lambda: mover.exchange(received, messages))
-        for peer, dynamic in received.items():
-            self.incoming[peer].bring(dynamic)
-
-
-class Spread(Exchange):
-    """A frame from one rank to all, by a broadcast."""
-
-    def __init__(self, link: Link, values: Tensor, source: int) -> None:
-        self._source, here = source, link.mover.rank == source
-        super().__init__(link, [values] if here else [], {} if here else {source: values})
-        self._like = values
-
-    def _move(self) -> dict[int, Incoming]:
-        link = self._link
-        nbytes = link.message_nbytes(self._like.numel(), self._like.dtype)
-        message = self.outgoing[0].message if self.outgoing else link.bytes(nbytes)
-        link.device.enqueue(lambda: link.mover.broadcast(message, self._source))
-        return {peer: Incoming(message, out, link) for peer, out in self._outs.items()}
-
-    def complete(self) -> None:
-        """All ranks know the size."""
-        (size,) = self.out_sizes or self.in_sizes.values()
-        dynamic = self.outgoing[0].dynamic(align(size)) if self.outgoing else self._link.bytes(align(size))
-        self._link.device.enqueue(lambda: self._link.mover.broadcast(dynamic, self._source))
-        for one in self.incoming.values():
-            one.bring(dynamic)
-
-    @property
-    def sent(self) -> list[tuple[Outgoing, int, int]]:
-        """The source's frame."""
-        return [(one, size, self._link.mover.world_size - 1) for one, size, _ in super().sent]
+    def _count(self, count: Callable[..., None]) -> None:
+        own = self._own[1] if self._own is not None else self._reduce.own if self._reduce is not None else None
+        count(self_nbytes=0 if own is None else own.numel() * own.element_size())
+        for one, size in zip(self.outgoing, self.out_sizes, strict=True):
+            raw_nbytes = one.values.numel() * one.values.element_size()
+            raw = size >= raw_nbytes - align(one.layout.static_nbytes)  # as many as a RAW frame has
+            wire_nbytes = one.message.numel() + self._second_nbytes(one, size)
+            used = HEADER_NBYTES + (raw_nbytes if raw else one.layout.static_nbytes + size)
+            count(frames=1, raw_frames=int(raw), escapes=0 if raw else size)
+            count(
+                raw_nbytes=self._n_peers * raw_nbytes,
+                wire_nbytes=self._n_peers * wire_nbytes,
+                padding_nbytes=self._n_peers * max(0, wire_nbytes - used),
+            )
 
 
 class Reduce:
@@ -364,22 +267,23 @@ class Reduce:
     """
 
     def __init__(self, own: Tensor, rank: int, out: Tensor, reduction: Reduction) -> None:
-        self._own, self._rank, self._out, self._reduction = own, rank, out, reduction
+        self.own, self._rank, self._out, self._reduction = own, rank, out, reduction
 
     def keep_own(self, device: Device) -> None:
         """Sees to it that the reduction can be done again, though it overwrites its own values."""
-        if self._own.data_ptr() == self._out.data_ptr():
-            own, kept = self._own, empty_flat(self._own)
-            device.enqueue(lambda: _copy(kept, own))
-            self._own = kept
+        if self.own.data_ptr() == self._out.data_ptr():
+            own, kept = self.own, empty_flat(self.own)
+            device.enqueue(lambda: copy(kept, own))
+            self.own = kept
 
     def __call__(self, codec: Codec, frames: Mapping[int, Frame]) -> Tensor:
         """Reduces; returns a status for each rank."""
         parts: list[Frame | Tensor] = [
-            self._own if rank == self._rank else frames[rank] for rank in range(len(frames) + 1)
+            self.own if rank == self._rank else frames[rank] for rank in range(len(frames) + 1)
         ]
         return codec.reduce_all(parts, self._out, self._reduction)
 
 
-def _copy(output: Tensor, values: Tensor) -> None:
+def copy(output: Tensor, values: Tensor) -> None:
+    """As a step."""
     output.copy_(values)

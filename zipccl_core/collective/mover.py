@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_BYTES_TAG, _AGREEMENT_TAG = COLLECTIVE_TAG - 1, COLLECTIVE_TAG - 2
-"""Users' own tags are small numbers, those of frames have the bit above."""
+_BYTES, _AGREEMENT = 0, 1
 
 
 class Mover(Protocol):
@@ -26,8 +26,6 @@ class Mover(Protocol):
 
     rank: int
     world_size: int
-    blocks: bool
-    """Whether the host waits for peers in its calls."""
 
     def all_gather(self, output: Tensor, message: Tensor) -> None:
         """All messages, of equal size, in rank order, into `output`."""
@@ -44,10 +42,16 @@ class Mover(Protocol):
     def close(self) -> None:
         """No more bytes will be moved."""
 
+    def abort(self) -> None:
+        """Ends what is under way."""
 
-def mover_of(group: Any, device: torch.device, store: Any = None) -> Mover:
+
+_generations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def mover_of(group: Any, device: torch.device, store: Any = None, space: int = 0) -> Mover:
     """The way of moving a device's bytes in a group: by NCCL where the group has it for that device, else (gloo)
-    through host memory.
+    through host memory. All ranks must make the movers of a group in the same order.
 
     NCCL gets a communicator of ZipCCL's own. The group's carries what others enqueue, in an order that must be the same
     on all ranks, so nothing may come in between from a worker, or when something did not fit.
@@ -56,30 +60,34 @@ def mover_of(group: Any, device: torch.device, store: Any = None) -> Mover:
         group: of the ranks.
         device: of the bytes.
         store: for the rendezvous of the communicator; by default the group's.
+        space: of the tags of messages over gloo: the transport's.
     """
-    group = getattr(group, "plain", group)
-    if not _has_nccl(group, device):
-        return _StagedMover(group) if device.type == "cuda" else _GlooMover(group)
+    plain = getattr(group, "plain", group)
+    if not _has_nccl(plain, device):
+        return _StagedMover(plain, space) if device.type == "cuda" else _GlooMover(plain, space)
     if store is None:
-        _, store = distributed_c10d._world.pg_map[group]
-    rank, size = group.rank(), group.size()
+        store = group.get_group_store() if plain is not group else distributed_c10d._world.pg_map[group][1]
+    generation = _generations[plain] = (
+        _generations.get(plain, -1) + 1
+    )  # an id in the store serves one communicator only
+    rank, size = plain.rank(), plain.size()
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = group._get_backend(device).options._timeout
-    backend = dist.ProcessGroupNCCL(c10d.PrefixStore(f"zipccl/{device.type}", store), rank, size, options)
+    options._timeout = plain._get_backend(device).options._timeout
+    backend = dist.ProcessGroupNCCL(c10d.PrefixStore(f"zipccl/{generation}", store), rank, size, options)
     own = dist.ProcessGroup(store, rank, size)
     own._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
     own._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
     return _NcclMover(own, device)
 
 
-def all_agree(group: Any, device: torch.device, yes: bool) -> bool:
-    """Whether all ranks of a group say yes. All must ask; blocks the host."""
+def all_agree(group: Any, device: torch.device, yes: Sequence[bool], space: int = 0) -> list[bool]:
+    """To which of some questions all ranks of a group say yes. All must ask; blocks the host."""
     group = getattr(group, "plain", group)
     on_gpu = _has_nccl(group, device)
-    own = torch.tensor([yes], dtype=torch.uint8, device=device if on_gpu else "cpu")
-    every = torch.zeros(group.size(), dtype=torch.uint8, device=own.device)
-    (_NcclMover(group, device) if on_gpu else _GlooMover(group, _AGREEMENT_TAG)).all_gather(every, own)
-    return all(every.tolist())
+    own = torch.tensor(yes, dtype=torch.uint8, device=device if on_gpu else "cpu")
+    every = torch.zeros(group.size() * len(yes), dtype=torch.uint8, device=own.device)
+    (_NcclMover(group, device) if on_gpu else _GlooMover(group, space, _AGREEMENT)).all_gather(every, own)
+    return every.view(group.size(), -1).cpu().bool().all(0).tolist()
 
 
 def _has_nccl(group: Any, device: torch.device) -> bool:
@@ -94,8 +102,6 @@ class _GroupMover:
 
 class _NcclMover(_GroupMover):
     """NCCL enqueues; `Work.wait` lets the current stream wait, not the host."""
-
-    blocks = False
 
     def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__(group)
@@ -125,16 +131,19 @@ class _NcclMover(_GroupMover):
         """Ends the communicator."""
         self._group.shutdown()
 
+    def abort(self) -> None:
+        """Ends the communicator and what it is doing."""
+        self._group.abort()
+
 
 class _GlooMover(_GroupMover):
     """gloo, on memory that the host can read: by messages between pairs, which it keeps apart, by their tag, from all
     else that the group does."""
 
-    blocks = True
-
-    def __init__(self, group: Any, tag: int = _BYTES_TAG) -> None:
+    def __init__(self, group: Any, space: int, purpose: int = _BYTES) -> None:
         super().__init__(group)
-        self._tag = tag
+        # Users' own tags are small numbers, those of frames have the bit above.
+        self._tag = COLLECTIVE_TAG - 1 - 2 * space - purpose
 
     def all_gather(self, output: Tensor, message: Tensor) -> None:
         parts = output.view(self.world_size, -1)
@@ -164,14 +173,15 @@ class _GlooMover(_GroupMover):
     def close(self) -> None:
         """Nothing to give back."""
 
+    def abort(self) -> None:
+        """The group's own abort does it."""
+
 
 class _StagedMover:
     """gloo through host memory. The host waits for the stream, and for peers."""
 
-    blocks = True
-
-    def __init__(self, group: Any) -> None:
-        self._gloo = _GlooMover(group)
+    def __init__(self, group: Any, space: int) -> None:
+        self._gloo = _GlooMover(group, space)
         self.rank, self.world_size = self._gloo.rank, self._gloo.world_size
 
     def all_gather(self, output: Tensor, message: Tensor) -> None:
@@ -199,6 +209,9 @@ class _StagedMover:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def abort(self) -> None:
+        """The group's own abort does it."""
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from zipccl_core.codec.reduction import Reduction
 from zipccl_core.collective.base import Collective, exchange, others
-from zipccl_core.collective.exchange import Reduce, Scatter
+from zipccl_core.collective.exchange import Reduce
+from zipccl_core.collective.patterns import Scatter
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:

@@ -81,14 +81,14 @@ class ProcessGroupTransport:
         if space >= _SPACES:
             raise ValueError(f"group {self._name!r} has {len(taken)} communicators already; close one")
         taken.add(space)
-        self._space = space
+        self.space = space
 
     def close(self) -> None:
         """Gives the space of its tags back."""
-        self._spaces.get(self._group, set()).discard(self._space)
+        self._spaces.get(self._group, set()).discard(self.space)
 
     def _tag(self, tag: int) -> int:
-        return tag | self._space << _SPACE_SHIFT if tag & COLLECTIVE_TAG else tag
+        return tag | self.space << _SPACE_SHIFT if tag & COLLECTIVE_TAG else tag
 
     def send(self, data: Tensor, peer: int, tag: int) -> Handle:
         """Sends contiguous bytes."""

@@ -29,6 +29,7 @@ class ZipCCLWork(dist.Work):
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
+        self._future_devices: list[int | str | torch.device] = []
 
     def complete(self, error: BaseException | None = None) -> None:
         """Says that the call has ended, well or not; once, by who carried it out."""
@@ -76,7 +77,7 @@ class ZipCCLWork(dist.Work):
         """
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = torch.futures.Future(devices=self._future_devices)
                 if self._ended.is_set():
                     self._resolve(self._future)
             future = self._future
