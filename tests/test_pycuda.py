@@ -103,6 +103,24 @@ def test_frames_that_are_not_whole_and_damaged_ones() -> None:
 
 
 @needs_pycuda
+def test_statuses_that_are_read_late() -> None:
+    """They are pieces of memory that is cleared once for thousands of them."""
+
+    def child() -> None:
+        kernels, _ = load()
+        tensor = gaussian(3000)
+        good, bad = (split(reference(tensor), 3000) for _ in range(2))
+        bad.static[128 + 128 + 1] = 7
+        out = torch.empty_like(tensor)
+        statuses = [kernels.decode_frames([bad if i % 7 == 0 else good], [out]) for i in range(60)]
+        statuses += [kernels.decode_frames([good] * n, [out] * n) for n in (4000, 100, 5000)]
+        for i, status in enumerate(statuses):
+            assert bool(status.any()) is (i < 60 and i % 7 == 0)
+
+    harness.run(child)
+
+
+@needs_pycuda
 def test_each_status_is_its_frames_own() -> None:
     """Also behind the first launch."""
 

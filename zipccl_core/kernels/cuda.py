@@ -44,7 +44,7 @@ _BLOCK = (256, 1, 1)  # threads of every launch
 _RAW_THREAD_BLOCKS = 512  # of a launch of zipccl_exponent_raw: enough to fill a device, few enough to be done at once
 _REDUCE_VALUES = 8192  # of a thread block of zipccl_exponent_decode_reduce
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream, like torch's own streams
-_SMALLEST_STATE = 4096
+_SMALLEST_STATE, _ZEROS = 4096, 4096  # words
 
 
 streams_of: Callable[[int], Streams] = TorchStreams
@@ -84,6 +84,7 @@ class _Device:
         self._own: dict[int, Any] = {0: None}  # by handle: streams that PyCUDA knows. 0 is the default stream
         self._companions: dict[int, _Companion] = {}
         self._states: dict[int, Tensor] = {}
+        self._zeros: dict[int, Tensor] = {}
 
     def load(self, image: bytes) -> Any:
         """A module of an image: PyCUDA's SourceModule, without what that would compile and cache."""
@@ -131,6 +132,19 @@ class _Device:
                 kept = near.new_zeros(max(_SMALLEST_STATE, 2 * words), dtype=torch.int64)
             self._states[current.cuda_stream] = kept
         return kept
+
+    def zeros(self, current: Any, n: int, near: Tensor) -> Tensor:
+        """int32, shape (n,), zero in `current`: a piece of some thousands that were cleared together, so that hardly a
+        launch needs a memset beside it. In a graph, which may be replayed, each has its own."""
+        if self.streams.capturing():
+            return near.new_zeros(n, dtype=torch.int32)
+        with self._lock:
+            left = self._zeros.get(current.cuda_stream)
+            if left is None or left.numel() < n:
+                with torch.inference_mode(False):
+                    left = near.new_zeros(max(_ZEROS, n), dtype=torch.int32)
+            self._zeros[current.cuda_stream] = left[n:]
+        return left[:n]
 
     def launch(self, current: Any, launches: Sequence[tuple[Any, int, tuple[Any, ...]]]) -> None:
         """Launches functions with these grids and arguments in the order of a torch stream.
@@ -222,7 +236,7 @@ class CudaKernels:
             jobs.append(decode_job(frame, out.numel(), out.data_ptr()))
         batches = list(batches_of(jobs, self._values_per_thread_block))
         current = self._device.streams.current()
-        status = outs[0].new_zeros(len(jobs), dtype=torch.int32)
+        status = self._device.zeros(current, len(jobs), outs[0])
         address = status.data_ptr()
         launches = [(self._decode, batch.grid, (batch.data, address + 4 * batch.begin)) for batch in batches]
         self._device.launch(current, launches)
@@ -251,7 +265,7 @@ class CudaKernels:
                     raise ValueError(f"a part has {part.numel()} values, the sum {numel}")
                 jobs.append(Job(part.data_ptr(), 0, 0, numel, 0))
         current = self._device.streams.current()
-        status = out.new_zeros(len(jobs), dtype=torch.int32)
+        status = self._device.zeros(current, len(jobs), out)
         totals = [out.new_empty(numel, dtype=torch.float32) for _ in range((len(jobs) - 1) // MAX_JOBS)]  # on the way
         launches, grid = [], max(1, -(-numel // _REDUCE_VALUES))
         for i, batch in enumerate(batches_of(jobs, _REDUCE_VALUES)):
