@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import report
 import torch
 
-from zipccl_core.collective.device import Device
+from zipccl_core.collective.device.layer import Device
 from zipccl_core.kernels import FrameKernels, Split
 from zipccl_core.kernels.jobs import static_frame_nbytes
 

@@ -16,11 +16,11 @@ from gpu_machine import Machine, different, gaussian, row
 from report import Row
 
 from zipccl_core import ExponentCodec
-from zipccl_core.collective.device import CudaDevice
-from zipccl_core.collective.device_path import DeviceCall, DevicePath, DeviceWork
-from zipccl_core.collective.exchange import Link
-from zipccl_core.collective.mover import mover_of
-from zipccl_core.collective.patterns import Gather
+from zipccl_core.collective.device.exchange import Link
+from zipccl_core.collective.device.layer import CudaDevice
+from zipccl_core.collective.device.mover import mover_of
+from zipccl_core.collective.device.path import DeviceCall, DevicePath, DeviceWork
+from zipccl_core.collective.device.patterns import Gather
 from zipccl_core.collective.transport import ProcessGroupTransport
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.worker import Worker

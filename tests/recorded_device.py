@@ -39,7 +39,7 @@ class RecordedCopy:
 
 
 class RecordedDevice:
-    """Implements `zipccl_core.collective.device.Device` on CPU tensors. What a step does happens when somebody
+    """Implements `zipccl_core.collective.device.layer.Device` on CPU tensors. What a step does happens when somebody
     synchronises with an event that is behind it, and no sooner than that: a wait that is missing leaves its steps
     undone. Among streams that could go on, chance decides, so steps that nothing orders change places.
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from recorded_device import RecordedDevice
 
 from zipccl_core import Communicator, ExponentCodec, ZipCCLConfig
-from zipccl_core.collective.device_path import DeviceWork
-from zipccl_core.collective.exchange import Exchange
-from zipccl_core.collective.patterns import Gather
+from zipccl_core.collective.device.exchange import Exchange
+from zipccl_core.collective.device.path import DeviceWork
+from zipccl_core.collective.device.patterns import Gather
 from zipccl_core.strategy.base import Operation
 from zipccl_core.testing import run_ranks, same_bits
 

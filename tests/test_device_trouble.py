@@ -13,7 +13,7 @@ from recorded_device import RecordedDevice
 from test_device_path import BF16, CPU, SIZES, Caller, data
 
 from zipccl_core import Codec, Communicator, ExponentCodec, FrameLayout, WireFormatError, ZipCCLConfig
-from zipccl_core.collective import exchange
+from zipccl_core.collective.device import exchange
 from zipccl_core.strategy.base import Operation
 from zipccl_core.testing import run_ranks, same_bits
 

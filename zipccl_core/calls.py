@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from zipccl_core.codec.reduction import REDUCIBLE
 from zipccl_core.collective.base import Collective
-from zipccl_core.collective.device import CudaDevice
-from zipccl_core.collective.device_path import DeviceCall, DevicePath
-from zipccl_core.collective.exchange import Link
+from zipccl_core.collective.device.exchange import Link
+from zipccl_core.collective.device.layer import CudaDevice
+from zipccl_core.collective.device.mover import all_agree, mover_of
+from zipccl_core.collective.device.path import DeviceCall, DevicePath
 from zipccl_core.collective.memory import collides, cut, empty_flat, flat_copy, is_plain, uncopy
-from zipccl_core.collective.mover import all_agree, mover_of
 from zipccl_core.collective.transport import ProcessGroupTransport
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.work import LazyWork
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup, Work
 
-    from zipccl_core.collective.device import Device
+    from zipccl_core.collective.device.layer import Device
     from zipccl_core.collective.transport import Transport
 
 logger = logging.getLogger("zipccl")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Work
 
-    from zipccl_core.collective.exchange import Exchange, Link
+    from zipccl_core.collective.device.exchange import Exchange, Link
 
 
 class Communicator(Calls):

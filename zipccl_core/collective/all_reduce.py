@@ -15,7 +15,7 @@ from zipccl_core.strategy.base import Operation, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zipccl_core.collective.exchange import Exchange, Link
+    from zipccl_core.collective.device.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 BLOCK = 1024

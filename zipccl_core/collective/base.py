@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zipccl_core.codec.frame import Frame
-    from zipccl_core.collective.exchange import Exchange, Link
+    from zipccl_core.collective.device.exchange import Exchange, Link
     from zipccl_core.strategy.base import Operation, Plan
 
 DEPTH = 3

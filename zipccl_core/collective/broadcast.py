@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import DEPTH, Collective
-from zipccl_core.collective.patterns import Spread
+from zipccl_core.collective.device.patterns import Spread
 from zipccl_core.collective.wire import Arriving, chunk_tag
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zipccl_core.collective.exchange import Exchange, Link
+    from zipccl_core.collective.device.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 

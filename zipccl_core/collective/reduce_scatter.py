@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from zipccl_core.codec.reduction import Reduction
 from zipccl_core.collective.base import Collective, exchange, others
-from zipccl_core.collective.exchange import Reduce
-from zipccl_core.collective.patterns import Scatter
+from zipccl_core.collective.device.exchange import Reduce
+from zipccl_core.collective.device.patterns import Scatter
 from zipccl_core.strategy.base import Operation, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from zipccl_core.codec.frame import Frame
-    from zipccl_core.collective.exchange import Exchange, Link
+    from zipccl_core.collective.device.exchange import Exchange, Link
     from zipccl_core.collective.wire import Wire
 
 

@@ -17,9 +17,9 @@ from zipccl_core.errors import ZipCCLError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zipccl_core.collective.device import Device, Event
-    from zipccl_core.collective.exchange import Exchange, Verdict
-    from zipccl_core.collective.mover import Mover
+    from zipccl_core.collective.device.exchange import Exchange, Verdict
+    from zipccl_core.collective.device.layer import Device, Event
+    from zipccl_core.collective.device.mover import Mover
     from zipccl_core.collective.wire import Wire
     from zipccl_core.collective.worker import Worker
 

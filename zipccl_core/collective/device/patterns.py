@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from zipccl_core.codec.frame import align
-from zipccl_core.collective.exchange import Exchange, Incoming, Link, Outgoing, copy
+from zipccl_core.collective.device.exchange import Exchange, Incoming, Link, Outgoing, copy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from zipccl_core.collective.exchange import Reduce
+    from zipccl_core.collective.device.exchange import Reduce
 
 
 class Gather(Exchange):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from zipccl_core.codec.base import Codec
     from zipccl_core.codec.reduction import Reduction
-    from zipccl_core.collective.device import Device, HostCopy
-    from zipccl_core.collective.mover import Mover
+    from zipccl_core.collective.device.layer import Device, HostCopy
+    from zipccl_core.collective.device.mover import Mover
 
 
 class Link(NamedTuple):
