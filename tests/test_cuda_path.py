@@ -1,8 +1,10 @@
 """All of the GPU path but the GPU: collectives on recorded streams (test_device_path.py), whose codec launches the CUDA
-kernels through PyCUDA over the stand-in driver (test_pycuda.py). Ranks are threads of one process."""
+kernels through PyCUDA over the stand-in driver (test_pycuda.py)."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -49,15 +51,21 @@ def take_cuda_kernels() -> list[str]:
     return used
 
 
-def in_child(fn: Callable[..., Any], world_size: int, *args: Any) -> None:
-    def child() -> None:
-        used = take_cuda_kernels()
-        run_ranks(fn, world_size, *args, backend="gloo", launcher="threads", timeout=90)
-        assert {"encode_frames", "decode_frames"} & set(used)
-        if fn is fp32_reductions:
-            assert {"encode_frames", "decode_reduce"} <= set(used)
+def with_cuda_kernels(
+    rank: int, world_size: int, driver: str, variables: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(variables)
+    ctypes.CDLL(driver, mode=ctypes.RTLD_GLOBAL)
+    used = take_cuda_kernels()
+    fn(rank, world_size, *args)
+    needed = "decode_reduce" if fn is fp32_reductions else "decode_frames"
+    assert {"encode_frames", needed} <= set(used)
 
-    harness.run(child)
+
+def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> None:
+    """Runs it on processes that each have a stand-in driver of their own."""
+    driver, variables = str(harness.library()), harness.environment()
+    run_ranks(with_cuda_kernels, world_size, driver, variables, fn, args, backend="gloo", timeout=90)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -65,11 +73,11 @@ def in_child(fn: Callable[..., Any], world_size: int, *args: Any) -> None:
     "case", [gathers, all_to_alls, reductions, broadcasts, several_at_once], ids=lambda case: case.__name__
 )
 def test_as_native(case: Callable[[Caller], None], sizes: str) -> None:
-    in_child(on_every_rank, 2, case, {**SIZES[sizes], "codec": ExponentCodec(threads=1)})
+    on_ranks(on_every_rank, 2, case, {**SIZES[sizes], "codec": ExponentCodec(threads=1)})
 
 
 def test_fp32_order_in_one_launch() -> None:
-    in_child(fp32_reductions, 3)
+    on_ranks(fp32_reductions, 3)
 
 
 def damaged(rank: int, world_size: int) -> None:
@@ -96,7 +104,7 @@ def damaged(rank: int, world_size: int) -> None:
 
 
 def test_damage_that_only_the_device_has_seen() -> None:
-    in_child(damaged, 2)
+    on_ranks(damaged, 2)
 
 
 def test_one_tensor_at_a_time() -> None:

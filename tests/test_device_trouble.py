@@ -276,14 +276,15 @@ def test_damage_that_the_device_finds() -> None:
     run_ranks(found_on_the_device, 2, backend="gloo")
 
 
+class SpeechlessCodec(ExponentCodec):
+    id: Literal["speechless"] = "speechless"  # type: ignore[assignment]
+
+    def unavailable(self, device: torch.device) -> str | None:
+        raise OSError("no space left")
+
+
 def a_rank_that_cannot_say(rank: int, world_size: int) -> None:
-    class Broken(ExponentCodec):
-        id: Literal["broken"] = "broken"  # type: ignore[assignment]
-
-        def unavailable(self, device: torch.device) -> str | None:
-            raise OSError("no space left")
-
-    caller = Caller(rank, codec=Broken() if rank == 0 else ExponentCodec())
+    caller = Caller(rank, codec=SpeechlessCodec() if rank == 0 else ExponentCodec())
     out = outputs(world_size)
     caller.communicator.all_gather_into_tensor(out, data(5000, rank))
     assert caller.communicator.stats()[Operation.ALL_GATHER].native_calls == 1
