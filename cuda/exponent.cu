@@ -9,8 +9,9 @@
 //
 // A launch works on up to MAX_JOBS tensors, each with a frame of its own. One encoding is two launches on one stream,
 // zipccl_exponent_encode and zipccl_exponent_raw; a decoding is one, of zipccl_exponent_decode or, where the frames of several
-// ranks become one sum, of zipccl_exponent_decode_reduce. No launch waits for the host, allocates, or needs memory to be cleared in
-// between, so all of them can be captured in a graph and replayed. All have THREADS threads and no dynamic shared memory.
+// ranks become one sum, of zipccl_exponent_decode_reduce. No launch waits for the host or allocates, and encoding needs no memory
+// to be cleared in between, so all of them can be captured in a graph and replayed. All have THREADS threads and no dynamic shared
+// memory.
 //
 // A frame lies in two pieces, which may be neighbours: header and static part, whose sizes follow from numel, and the dynamic part.
 // Pointers: values are aligned to 2 bytes (16 is fast), both pieces to 8 (16 is fast). An encoder's frame has room for

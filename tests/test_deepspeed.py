@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -618,3 +619,21 @@ def test_backend_made_after_install_is_restored_too() -> None:
         assert type(ds_comm_impl.cdb) is TorchBackend
 
     run_ranks(run, 2, backend=None, timeout=100)
+
+
+def test_a_batch_of_messages_between_gpus_is_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One NCCL batch, which it would not be one after another. (Not a CPU is a GPU here.)"""
+    from zipccl_deepspeed import backend
+
+    class Base:
+        def batch_isend_irecv(self, operations: list[Any]) -> str:
+            return "one batch"
+
+    class Backend(backend.ZipCCLBackendMixin, Base):
+        def isend(self, *args: Any) -> str:
+            return "a message"
+
+    monkeypatch.setattr(backend.COMMUNICATORS, "of", lambda group: object())
+    for device, expected in (("meta", "one batch"), ("cpu", ["a message"])):
+        operation = SimpleNamespace(op="isend", tensor=torch.empty(3, device=device), peer=1, group=None, tag=0)
+        assert Backend().batch_isend_irecv([operation]) == expected

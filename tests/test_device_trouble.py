@@ -12,7 +12,7 @@ import torch.distributed as dist
 from recorded_device import RecordedDevice
 from test_device_path import BF16, CPU, SIZES, Caller, data
 
-from zipccl_core import Codec, Communicator, ExponentCodec, FrameLayout, WireFormatError, ZipCCLConfig
+from zipccl_core import Codec, Communicator, ExponentCodec, FrameLayout, TransportError, WireFormatError, ZipCCLConfig
 from zipccl_core.collective.device import exchange
 from zipccl_core.strategy.base import Operation
 from zipccl_core.testing import run_ranks, same_bits
@@ -274,6 +274,21 @@ def found_on_the_device(rank: int, world_size: int) -> None:
 
 def test_damage_that_the_device_finds() -> None:
     run_ranks(found_on_the_device, 2, backend="gloo")
+
+
+def a_peer_that_dies(rank: int, world_size: int) -> None:
+    caller = Caller(rank)
+    out = outputs(world_size)
+    caller.communicator.all_gather_into_tensor(out, data(5000, rank))
+    caller.device.run_all()
+    if rank == 0:  # the other leaves
+        with pytest.raises(TransportError, match="all_gather on rank 0 of group .*: moving bytes failed"):
+            caller.communicator.all_gather_into_tensor(out, data(5000, rank), async_op=True).wait()
+    dist.destroy_process_group()
+
+
+def test_a_peer_that_dies() -> None:
+    run_ranks(a_peer_that_dies, 2, backend="gloo")
 
 
 class SpeechlessCodec(ExponentCodec):

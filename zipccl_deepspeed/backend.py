@@ -258,8 +258,10 @@ class ZipCCLBackendMixin:
         return dist.get_global_rank(group or world, work._source_rank())
 
     def batch_isend_irecv(self, p2p_op_list: list[Any]) -> Any:
-        """As DeepSpeed's; where a group is compressed, its messages one after another."""
-        if not any(COMMUNICATORS.of(operation.group) for operation in p2p_op_list):
+        """As DeepSpeed's; where a group is compressed, its messages one after another. Those between GPUs are native,
+        and NCCL needs them in one batch: two ranks that both send first would wait for each other."""
+        on_gpus = any(operation.tensor.device.type != "cpu" for operation in p2p_op_list)
+        if on_gpus or not any(COMMUNICATORS.of(operation.group) for operation in p2p_op_list):
             return super().batch_isend_irecv(p2p_op_list)  # type: ignore[misc]
         return [
             getattr(self, operation.op)(operation.tensor, operation.peer, operation.group, operation.tag)

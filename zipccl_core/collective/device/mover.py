@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from zipccl_core.collective.memory import empty
 from zipccl_core.collective.transport import COLLECTIVE_TAG
+from zipccl_core.errors import TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,24 +110,28 @@ class _NcclMover(_GroupMover):
         self._device = device
 
     def all_gather(self, output: Tensor, message: Tensor) -> None:
-        self._group._allgather_base(output, message).wait()
+        with _as_transport_error():
+            self._group._allgather_base(output, message).wait()
 
     def all_to_all(self, received: Sequence[Tensor], messages: Sequence[Tensor]) -> None:
-        self._group.alltoall(list(received), list(messages), c10d.AllToAllOptions()).wait()
+        with _as_transport_error():
+            self._group.alltoall(list(received), list(messages), c10d.AllToAllOptions()).wait()
 
     def exchange(self, received: Mapping[int, Tensor], messages: Mapping[int, Tensor]) -> None:
         # Inside of one NCCL group: outside, two ranks that both send first would wait for each other.
-        self._group._start_coalescing(self._device)
-        for peer, message in messages.items():
-            self._group.send([message], peer, 0)
-        for peer, into in received.items():
-            self._group.recv([into], peer, 0)
-        self._group._end_coalescing(self._device).wait()
+        with _as_transport_error():
+            self._group._start_coalescing(self._device)
+            for peer, message in messages.items():
+                self._group.send([message], peer, 0)
+            for peer, into in received.items():
+                self._group.recv([into], peer, 0)
+            self._group._end_coalescing(self._device).wait()
 
     def broadcast(self, message: Tensor, source: int) -> None:
         options = c10d.BroadcastOptions()
         options.rootRank = source
-        self._group.broadcast([message], options).wait()
+        with _as_transport_error():
+            self._group.broadcast([message], options).wait()
 
     def close(self) -> None:
         """Ends the communicator."""
@@ -158,10 +164,11 @@ class _GlooMover(_GroupMover):
         )
 
     def exchange(self, received: Mapping[int, Tensor], messages: Mapping[int, Tensor]) -> None:
-        works = [self._group.recv([into], peer, self._tag) for peer, into in received.items()]
-        works += [self._group.send([message], peer, self._tag) for peer, message in messages.items()]
-        for work in works:
-            work.wait()
+        with _as_transport_error():
+            works = [self._group.recv([into], peer, self._tag) for peer, into in received.items()]
+            works += [self._group.send([message], peer, self._tag) for peer, message in messages.items()]
+            for work in works:
+                work.wait()
 
     def broadcast(self, message: Tensor, source: int) -> None:
         others = [rank for rank in range(self.world_size) if rank != source]
@@ -212,6 +219,15 @@ class _StagedMover:
 
     def abort(self) -> None:
         """The group's own abort does it."""
+
+
+@contextmanager
+def _as_transport_error() -> Iterator[None]:
+    """What gloo and NCCL raise when a peer is gone, or too late."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"moving bytes failed: {error}") from error
 
 
 def _on_host(tensor: Tensor) -> Tensor:
