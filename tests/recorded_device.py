@@ -75,6 +75,9 @@ class RecordedDevice:
             self._streams.append(RecordedStream(f"stream {len(self._streams)}"))
             return self._streams[-1]
 
+    def side_stream(self) -> RecordedStream:
+        return self.new_stream()
+
     def capturing(self) -> bool:
         return self.capture
 

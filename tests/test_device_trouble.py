@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from test_device_path import BF16, CPU, SIZES, Caller, data
 
 from zipccl_core import Codec, Communicator, ExponentCodec, FrameLayout, TransportError, WireFormatError, ZipCCLConfig
 from zipccl_core.collective.device import exchange
+from zipccl_core.collective.device.patterns import Gather
 from zipccl_core.strategy.base import Operation
 from zipccl_core.testing import run_ranks, same_bits
 
@@ -274,6 +276,87 @@ def found_on_the_device(rank: int, world_size: int) -> None:
 
 def test_damage_that_the_device_finds() -> None:
     run_ranks(found_on_the_device, 2, backend="gloo")
+
+
+def suspected(caller: Caller, async_op: bool = True) -> Any:
+    """A call in which this rank finds damage, when the device comes there."""
+    SUSPECT.set()
+    work = caller.communicator.all_gather_into_tensor(
+        outputs(caller.world_size), data(5000, caller.rank), async_op=async_op
+    )
+    caller.communicator._worker.drain()
+    return work
+
+
+def told_once(rank: int, world_size: int) -> None:
+    """The call after a damaged one is begun before anybody waits: each says what became of itself."""
+    caller = Caller(rank, codec=SuspiciousCodec())
+    first = suspected(caller)
+    caller.device.run_all()
+    SUSPECT.clear()
+    second = caller.communicator.all_gather_into_tensor(outputs(world_size), data(5000, rank), async_op=True)
+    with pytest.raises(WireFormatError, match="it looks like 4"):
+        first.wait()
+    second.wait()
+    caller.end()
+
+
+def told_by_a_future(rank: int, world_size: int) -> None:
+    """Nobody waits for works, as in DDP. (torch makes a RuntimeError of what a callback raises.)"""
+    caller = Caller(rank, codec=SuspiciousCodec())
+    with pytest.raises(RuntimeError, match="it looks like 4"):
+        suspected(caller).get_future().wait()
+    suspected(caller)
+    caller.device.run_all()
+    SUSPECT.clear()
+    following = caller.communicator.all_gather_into_tensor(outputs(world_size), data(5000, rank), async_op=True)
+    with pytest.raises(RuntimeError, match="it looks like 4"):
+        following.get_future().wait()
+    caller.end()
+
+
+def told_at_the_end(rank: int, world_size: int) -> None:
+    """There is no later call: the log has it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zipccl").addHandler(handler)
+    caller = Caller(rank, codec=SuspiciousCodec())
+    suspected(caller, async_op=False)
+    with caller.device.progress():
+        caller.communicator.close()
+    assert any("from rank" in line and "it looks like 4" in line for line in said)
+
+
+@pytest.mark.parametrize("case", [told_once, told_by_a_future, told_at_the_end], ids=lambda case: case.__name__)
+def test_who_is_told_of_damage(case: Any) -> None:
+    run_ranks(case, 2, backend="gloo")
+
+
+def half_way(rank: int, world_size: int) -> None:
+    """One rank fails between the movements: it sends nothing more, which the other would take for what is missing."""
+    caller = Caller(rank)
+    out = outputs(world_size)
+    caller.communicator.all_gather_into_tensor(out, data(5000, rank))
+    caller.device.run_all()
+    if rank == 0:
+        complete = Gather._complete
+        Gather._complete = lambda self: (_ for _ in ()).throw(MemoryError("no memory left"))  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            caller.communicator.all_gather_into_tensor(out, data(5000, rank))
+        Gather._complete = complete  # type: ignore[method-assign]
+        with pytest.raises(TransportError, match="an earlier call ended half way on this rank.*no memory left"):
+            caller.communicator.all_gather_into_tensor(out, data(5000, rank), async_op=True).wait()
+        dist.destroy_process_group()
+    else:
+        caller.communicator.all_gather_into_tensor(out, data(5000, rank))
+        with pytest.raises(TransportError, match="moving bytes failed"):
+            caller.reads(out)
+        dist.destroy_process_group()
+
+
+def test_a_call_that_ends_half_way() -> None:
+    run_ranks(half_way, 2, backend="gloo")
 
 
 def a_peer_that_dies(rank: int, world_size: int) -> None:

@@ -97,8 +97,9 @@ class Calls:
 
     def abort(self) -> None:
         """Ends what the group does on devices."""
-        for path in self._paths.values():
-            path.mover.abort()
+        with ExitStack() as stack:
+            for path in self._paths.values():
+                stack.callback(path.mover.abort)
 
     def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
         """The plan of a compressed call, or None for a native one. All that it looks at is equal on all ranks."""

@@ -306,12 +306,16 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         return self._store
 
     def shutdown(self) -> None:
-        self.communicator.close()
-        self._plain.shutdown()
+        try:
+            self.communicator.close()
+        finally:
+            self._plain.shutdown()
 
     def abort(self) -> None:
-        self.communicator.abort()
-        self._plain.abort()
+        try:
+            self.communicator.abort()
+        finally:
+            self._plain.abort()
 
 
 def _waited(value: Any) -> Any:

@@ -200,6 +200,7 @@ class JoinedWork(dist.Work):
 def completed_work(result: list[torch.Tensor]) -> dist.Work:
     """A work that is done."""
     work = ZipCCLWork(result)
+    work._future_devices = list({tensor.device for tensor in result if tensor.is_cuda})
     work.complete()
     return work
 

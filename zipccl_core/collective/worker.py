@@ -76,7 +76,7 @@ class Worker:
                 self._pending -= 1
                 self._idle.notify_all()
             work.complete(error)
-            del entry, call, work
+            del entry, call, work, error  # with its traceback, and the memory that its frames hold
 
 
 _RUNNING: WeakSet[Worker] = WeakSet()

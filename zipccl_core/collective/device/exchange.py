@@ -152,17 +152,20 @@ class Exchange(ABC):
         Raises:
             WireFormatError: a peer's header claims a size that cannot be.
         """
-        self._begin()
         capped = self._link.cap is not None
-        verdict = self._deliver() if capped else None
-        lacks = self._read_sizes()
-        if lacks:
-            self._complete()
-        if lacks or not capped:
-            verdict = self._deliver()
-        self._count(count)
-        # The memory may be used again by what comes next on this stream; an exchange of many is not to hold all of it.
-        self.outgoing, self.incoming = [], {}
+        try:
+            self._begin()
+            verdict = self._deliver() if capped else None
+            lacks = self._read_sizes()
+            if lacks:
+                self._complete()
+            if lacks or not capped:
+                verdict = self._deliver()
+            self._count(count)
+        finally:
+            # The memory may be used again by what comes next on this stream; a call of many exchanges, or somebody who
+            # keeps an error, is not to hold all of it.
+            self.outgoing, self.incoming = [], {}
         return verdict
 
     def _begin(self) -> None:

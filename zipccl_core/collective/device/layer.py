@@ -54,6 +54,9 @@ class Device(Protocol):
     def new_stream(self) -> Any:
         """A stream beside all others."""
 
+    def side_stream(self) -> Any:
+        """Some stream that no long work is waiting in."""
+
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph, in which the host can read nothing."""
 
@@ -91,6 +94,10 @@ class CudaDevice:
     def new_stream(self) -> Any:
         """One on which the CUDA kernels can be launched directly."""
         return kernels.communication_stream(self._device)
+
+    def side_stream(self) -> Any:
+        """One of torch's pool."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def capturing(self) -> bool:
         """By torch, which asks about the current device."""

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zipccl_core.collective.work import NO_TIMEOUT, ZipCCLWork, in_mode_of_caller
-from zipccl_core.errors import ZipCCLError
+from zipccl_core.collective.worker import EXIT_PATIENCE_S
+from zipccl_core.errors import TransportError, ZipCCLError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +43,8 @@ class DevicePath:
         self.device, self.mover = device, mover
         self._stream: Any = None
         self._under_way: list[DeviceCall] = []
-        self._damage: Exception | None = None
+        self._damage: list[tuple[DeviceCall, Exception]] = []  # found, and perhaps not told yet
+        self._broken: BaseException | None = None
         self._lock = threading.Lock()
 
     @property
@@ -62,26 +65,45 @@ class DevicePath:
         return work
 
     def close(self) -> None:
-        """No more calls will come."""
+        """No more calls will come. Waits a while for what the device has still to do, and logs what nobody was told."""
         try:
-            self._sweep()
-            if self._damage is not None:
-                logger.error("zipccl: %s", self._damage)
-        finally:
             self.mover.close()
+        finally:
+            deadline = monotonic() + EXIT_PATIENCE_S
+            while self._broken is None and monotonic() < deadline and not all(map(DeviceCall.is_over, self._under_way)):
+                sleep(1e-3)
+            self._sweep()
+            for call, error in self._damage:
+                if not call.is_told:
+                    logger.error("zipccl: %s", error)
 
     def keep(self, call: DeviceCall) -> None:
-        """Keeps a call until the device has carried it out, whoever drops it."""
+        """Keeps a call until the device has carried it out, whoever drops it.
+
+        Raises:
+            TransportError: an earlier call has broken the path.
+        """
+        if self._broken is not None:
+            raise TransportError(f"an earlier call ended half way on this rank, so no other can follow: {self._broken}")
         self._sweep()
         with self._lock:
             self._under_way.append(call)
 
+    def give_up(self, error: BaseException) -> None:
+        """After a call that ended half way. Peers may be in a movement in which this rank takes no part, and would take
+        the next call's bytes for it; so there is none, and where the backend can it lets the peers fail, too."""
+        self._broken = error
+        self.mover.abort()
+
     def raise_damage(self) -> None:
         """Raises, once, that an earlier call met a damaged frame, where its own `wait` came too soon to see it."""
         with self._lock:
-            damage, self._damage = self._damage, None
-        if damage is not None:
-            raise damage
+            untold = [(call, error) for call, error in self._damage if not call.is_told]
+            self._damage = untold[1:]
+        if untold:
+            call, error = untold[0]
+            call.is_told = True
+            raise error
 
     def _sweep(self) -> None:
         """Lets calls go that are over, and looks at what they have found."""
@@ -93,7 +115,8 @@ class DevicePath:
                 if not call.is_told:
                     call.check()
             except ZipCCLError as error:
-                self._damage = error
+                with self._lock:
+                    self._damage.append((call, error))
 
 
 class DeviceCall:
@@ -128,11 +151,15 @@ class DeviceCall:
 
     def start(self) -> None:
         """Puts everything on the communication stream; the host waits for movements whose sizes it has to read."""
-        self.path.keep(self)
         try:
+            with self._named():
+                self.path.keep(self)
             with self._named(), self._device.on(self.path.stream), torch.no_grad():
                 try:
                     self._enqueue()
+                except BaseException as error:
+                    self.path.give_up(error)
+                    raise
                 finally:  # of what failed half way, too: the device may still be writing
                     self._done = self._device.record()
         finally:
@@ -152,12 +179,15 @@ class DeviceCall:
 
     def finish(self) -> None:
         """Lets the current stream wait for the output, and raises what is known to be damaged by now."""
-        assert self._done is not None
-        self._device.wait(self._done)
+        self.wait()
         if self._device.current() == self._caller:
             # Whatever reuses the memory comes behind the wait. On another stream it would not: then it is kept longer.
             self._tensors = []
-        if self._done.done():
+        self.tell()
+
+    def tell(self) -> None:
+        """Raises what is known by now to be damaged: of this call, or of an earlier one, of which nobody was told."""
+        if self.is_over():
             self.is_told = True
             self.check()
         self.path.raise_damage()
@@ -172,12 +202,16 @@ class DeviceCall:
         """Whether the device has carried it out."""
         return self._done is not None and self._done.done()
 
+    def wait(self) -> None:
+        """Lets the current stream wait for it."""
+        assert self._done is not None
+        self._device.wait(self._done)
+
     def synchronize(self) -> None:
         """Blocks the host until the device has carried it out."""
         assert self._done is not None
         self._done.synchronize()
-        self.is_told = True
-        self.check()
+        self.tell()
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -207,11 +241,17 @@ class DeviceWork(ZipCCLWork):
         return super().is_completed() and (self._error is not None or self._call.is_over())
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:
-        """A future with devices takes the event of its result from the current stream, as NCCL's do; one without is for
-        the host, which knows of no stream."""
-        path = self._call.path
+        """A future with devices takes the event of its result from the current stream, as NCCL's do: here from one that
+        waits for this call, and for nothing else. One without is for the host, which knows of no stream."""
+        device = self._call.path.device
         if self._error is not None or self._future_devices:
-            with path.device.on(path.stream):
+            with device.on(device.side_stream()):
+                try:
+                    if self._error is None:
+                        self._call.wait()
+                        self._call.tell()
+                except Exception as error:  # raised by the future
+                    self._error = error
                 super()._resolve(future)
             return
 
