@@ -16,6 +16,7 @@ from test_device_path import BF16, CPU, SIZES, Caller, data
 from zipccl_core import Codec, Communicator, ExponentCodec, FrameLayout, TransportError, WireFormatError, ZipCCLConfig
 from zipccl_core.collective.device import exchange
 from zipccl_core.collective.device.patterns import Gather
+from zipccl_core.kernels import OVERFLOW
 from zipccl_core.strategy.base import Operation
 from zipccl_core.testing import run_ranks, same_bits
 
@@ -331,6 +332,31 @@ def told_at_the_end(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("case", [told_once, told_by_a_future, told_at_the_end], ids=lambda case: case.__name__)
 def test_who_is_told_of_damage(case: Any) -> None:
     run_ranks(case, 2, backend="gloo")
+
+
+class ForgetfulCodec(ExponentCodec):
+    """Says, when all has come, that something is missing still."""
+
+    id: Literal["forgetful"] = "forgetful"  # type: ignore[assignment]
+
+    def read_all(self, frames: Any, outs: Any) -> torch.Tensor:
+        return torch.full_like(super().read_all(frames, outs), OVERFLOW)
+
+
+def never_decoded(rank: int, world_size: int) -> None:
+    """A frame that is left undecoded in the end is an error, and not taken for one that is still coming."""
+    for sizes in SIZES.values():
+        caller = Caller(rank, codec=ForgetfulCodec(), **sizes)
+        work = caller.communicator.all_gather_into_tensor(outputs(world_size), data(5000, rank), async_op=True)
+        caller.communicator._worker.drain()
+        caller.device.run_all()
+        with pytest.raises(WireFormatError, match="from rank .*: damaged frame: not all of the dynamic part is there"):
+            work.wait()
+        caller.end()
+
+
+def test_a_frame_that_is_never_decoded() -> None:
+    run_ranks(never_decoded, 2, backend="gloo")
 
 
 def half_way(rank: int, world_size: int) -> None:

@@ -11,7 +11,6 @@ import torch
 from zipccl_core.codec.frame import HEADER_NBYTES, Frame, align
 from zipccl_core.collective.memory import empty, empty_flat
 from zipccl_core.errors import WireFormatError
-from zipccl_core.kernels import OVERFLOW
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +51,7 @@ class Link(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of the frames of an exchange: a status for each, on its way to the host.
+    """What became of the frames of an exchange in the end: a status for each, on its way to the host.
 
     Attributes:
         peers: the ranks that they came from.
@@ -65,9 +64,10 @@ class Verdict(NamedTuple):
     codec: Codec
 
     def check(self) -> None:
-        """Raises a WireFormatError that names the peer of a damaged frame; blocks the host until it is known."""
+        """Raises a WireFormatError that names the peer of a frame that was not decoded; blocks the host until it is
+        known."""
         for peer, status in zip(self.peers, self.status.get(), strict=True):
-            if status & ~OVERFLOW:
+            if status:
                 raise WireFormatError(f"from rank {peer}: {self.codec.explain(status)}")
 
 
