@@ -126,12 +126,13 @@ class _Device:
         """
         if self.streams.capturing():
             return near.new_zeros(words, dtype=torch.int64)
-        kept = self._states.get(current.cuda_stream)
-        if kept is None or kept.numel() < words:
-            with torch.inference_mode(False):
-                kept = near.new_zeros(max(_SMALLEST_STATE, 2 * words), dtype=torch.int64)
-            self._states[current.cuda_stream] = kept
-        return kept
+        with self._lock:
+            kept = self._states.get(current.cuda_stream)
+            if kept is None or kept.numel() < words:
+                with torch.inference_mode(False):
+                    kept = near.new_zeros(max(_SMALLEST_STATE, 2 * words), dtype=torch.int64)
+                self._states[current.cuda_stream] = kept
+            return kept
 
     def zeros(self, current: Any, n: int, near: Tensor) -> Tensor:
         """int32, shape (n,), zero in `current`: a piece of some thousands that were cleared together, so that hardly a
