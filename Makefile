@@ -15,6 +15,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.stamp
 CUDA_STAMP := $(VENV)/.cuda-stamp
+PEERS_STAMP := $(VENV)/.peers-stamp
+PEERS  := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
 INSTALL = $(PY) -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
@@ -39,10 +41,15 @@ $(CUDA_STAMP): $(STAMP) tests/fakecuda/install.py tests/fakecuda/build.py
 	$(PY) tests/fakecuda/install.py $(PIP_FLAGS) || echo 'going on: tests that need what is missing are skipped'
 	@touch $@
 
+# Megatron-core and TorchTitan without their dependencies, most of which the tests do not need; none may replace torch.
+$(PEERS_STAMP): $(STAMP)
+	$(INSTALL) --no-deps --only-binary :all: $(PEERS) || echo 'going on: tests that need what is missing are skipped'
+	@touch $@
+
 demo: $(STAMP)  ## trains small models natively and with ZipCCL, and compares losses and bytes (about 2 minutes)
 	$(PY) examples/demo.py
 
-test: $(CUDA_STAMP)  ## runs all tests
+test: $(CUDA_STAMP) $(PEERS_STAMP)  ## runs all tests
 	$(PY) -m pytest tests $(PYTEST_FLAGS)
 
 lint: $(STAMP)  ## checks style and format

@@ -1,24 +1,21 @@
-"""What the examples share: the command line, the text to train on, the training loop, and the report at the end."""
+"""What the DeepSpeed examples share: the command line, the training loop, and the report at the end."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
-import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from training import VOCABULARY, batches, leave
 
-VOCABULARY = 256  # a token is a byte
+__all__ = ["VOCABULARY", "load_config", "parse_arguments", "report", "skip_op_builds", "train"]
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -54,15 +51,6 @@ def skip_op_builds() -> None:
     it has one: `"torch_adam": true` in the configurations here.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def batches(size: int, length: int, seed: int) -> Iterator[torch.Tensor]:
-    """Random samples, shape (size, length), of the text that every Python carries: its own reference manual."""
-    text = torch.tensor(list("".join(topics.values()).encode()), dtype=torch.long)
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(0, len(text) - length, (size,), generator=generator)
-        yield torch.stack([text[start : start + length] for start in starts.tolist()])
 
 
 def train(engine: Any, arguments: argparse.Namespace) -> list[float]:
@@ -104,19 +92,7 @@ def report(engine: Any, arguments: argparse.Namespace, losses: list[float], stat
                 total.update(rank["statistics"])
             with arguments.output.open("a") as log:
                 print(json.dumps(summary), file=log)
-    _leave()
-
-
-def _leave() -> None:
-    """Ends the process at once, when all ranks are done.
-
-    A thread of gloo's that still gives a tensor back while the interpreter closes aborts the process: with plain torch
-    2.13 on a CPU, about one exit in thirty where something keeps a reference to a group, as DeepSpeed does.
-    """
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
 
 
 def _fingerprint(module: Any) -> str:

@@ -26,7 +26,11 @@ FLOORS = [
     "collective",
     "calls",
     "communicator",
+    "drop_in",
+    "arguments",
     "process_group",
+    "groups",
+    "hooks",
     "testing",
 ]
 

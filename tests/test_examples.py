@@ -8,8 +8,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -112,3 +114,70 @@ def test_make_help_lists_the_targets() -> None:
     result = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
     targets = {line.split()[1] for line in result.stdout.splitlines() if line.startswith("  make ")}
     assert targets >= {"help", "venv", "demo", "test", "lint", "types", "bench", "ci"}
+
+
+def run_example(*arguments: str | Path, ranks: int = 0) -> str:
+    """What an example prints, run by python, or on some ranks by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    script, *rest = map(str, arguments)
+    command = [sys.executable, *launcher, str(ROOT / "examples" / script), *rest]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def small_run(output: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
+    """The summary of three steps of an example that takes these arguments."""
+    sizes = ("--steps=3", "--hidden=192", "--layers=2", "--sequence=64")
+    printed = run_example(*arguments, *sizes, f"--output={output}", ranks=ranks)
+    summary: dict[str, Any] = json.loads(output.read_text())
+    assert [len(losses) for losses in summary["losses"]] == [3] * ranks
+    assert f"step   3  loss {float.fromhex(summary['losses'][0][-1]):.6f}" in printed
+    assert summary["weights"][0] in printed
+    return summary
+
+
+def assert_equal_and_compressed(native: dict[str, Any], zipccl: dict[str, Any], operations: set[str]) -> None:
+    assert native["counters"] == {}
+    assert zipccl["losses"] == native["losses"]
+    assert zipccl["weights"] == native["weights"]
+    for operation in operations:
+        counters = {
+            name.rsplit("/", 1)[1]: value
+            for name, value in zipccl["counters"].items()
+            if name.startswith(f"zipccl/{operation}/")
+        }
+        assert counters["frames"] > counters["raw_frames"]
+        assert 0 < counters["wire_nbytes"] < 0.8 * counters["raw_nbytes"]
+
+
+def test_fsdp2_by_backend_and_by_hooks(installed: None, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    runs = {
+        comm: small_run(tmp_path / f"{comm}.json", "fsdp2_train.py", f"--comm={comm}", "--reduction=gloo")
+        for comm in ("native", "zipccl", "hooks")
+    }
+    for comm in ("zipccl", "hooks"):
+        assert_equal_and_compressed(runs["native"], runs[comm], {"all_gather", "reduce_scatter"})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "operations"), [("ddp", {"all_reduce"}), ("fsdp2", {"all_gather", "reduce_scatter"})]
+)
+def test_accelerate_with_and_without_the_plugin(
+    parallel: str, operations: set[str], installed: None, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    arguments = ("accelerate_train.py", f"--parallel={parallel}", "--reduction=gloo")
+    native = small_run(tmp_path / "native.json", *arguments, "--native")
+    zipccl = small_run(tmp_path / "zipccl.json", *arguments)
+    assert_equal_and_compressed(native, zipccl, operations)
+
+
+def test_a_codec_of_ones_own(installed: None) -> None:
+    printed = run_example("custom_codec.py", "--steps", "3")
+    assert "check_codec: every bit comes back" in printed
+    assert "losses and weights are those of native gloo, bit for bit" in printed

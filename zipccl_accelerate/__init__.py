@@ -1,5 +1,25 @@
-"""ZipCCL for Accelerate. The plugin's name and place are fixed; it does not work yet, and says so."""
+"""ZipCCL for Accelerate: `Accelerator(kwargs_handlers=[ZipCCLPlugin()])`."""
 
-from zipccl_accelerate.plugin import ZipCCLPlugin
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ZipCCLPlugin"]
+if TYPE_CHECKING:
+    from zipccl_accelerate.installation import install, uninstall
+    from zipccl_accelerate.plugin import ZipCCLPlugin
+
+__all__ = ["ZipCCLPlugin", "install", "uninstall"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from importlib import import_module
+
+        home = "plugin" if name == "ZipCCLPlugin" else "installation"
+        try:
+            return getattr(import_module(f"zipccl_accelerate.{home}"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "accelerate":
+                raise
+            raise ModuleNotFoundError(
+                "Accelerate is not installed: pip install 'zipccl[accelerate]'", name="accelerate"
+            ) from error
+    raise AttributeError(f"module 'zipccl_accelerate' has no attribute {name!r}")

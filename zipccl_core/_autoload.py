@@ -1,12 +1,13 @@
 """What `import torch` runs where zipccl is installed (entry point `torch.backends`): one registration, no work.
 
-It makes the backend name `zipccl` known to torch.distributed. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches it off;
-`zipccl_core.register()` does the same by hand.
+It makes the backend name `zipccl` known to torch.distributed, and with `ZIPCCL=1` installs the drop-in.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches both off; `zipccl_core.register()` does the former by hand.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 BACKEND = "zipccl"
@@ -20,6 +21,12 @@ def autoload() -> None:
         logging.getLogger("zipccl").exception(
             "zipccl: the backend could not be registered with torch; it stays unknown"
         )
+        return
+    if "ZIPCCL" in os.environ:
+        try:
+            _drop_in()
+        except Exception:
+            logging.getLogger("zipccl").exception("zipccl: ZIPCCL has no effect; groups of nccl and gloo stay native")
 
 
 def register() -> None:
@@ -29,6 +36,16 @@ def register() -> None:
     if not dist.is_available() or BACKEND in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _drop_in() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available():
+        from zipccl_core import drop_in
+
+        if drop_in.wanted():
+            drop_in.install()
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zipccl_core.calls import AVG, SUM, Calls, Native
-from zipccl_core.codec.reduction import Reduction
+from zipccl_core.codec.reduction import Reduction, premultiplied
 from zipccl_core.collective.all_gather import AllGather
 from zipccl_core.collective.all_reduce import AllReduce
 from zipccl_core.collective.all_to_all import AllToAll
@@ -35,7 +35,8 @@ class Communicator(Calls):
 
     Ranks (`src`, `dst`) are ranks in the group. Every call returns a `Work` with `async_op=True`, else None once its
     output is there (on a GPU: in the order of the current stream). What has no compressed path (another dtype, a
-    reduction other than SUM and AVG, a group of one, a message between two GPUs) or is not chosen goes to `native`.
+    reduction other than SUM, AVG and PREMUL_SUM, a group of one, a message between two GPUs) or is not chosen goes to
+    `native`.
 
     Args:
         group: the torch group whose native operations and point-to-point messages are used.
@@ -130,6 +131,7 @@ class Communicator(Calls):
     ) -> Work | None:
         """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The output
         may be that part of the input."""
+        (input,), op = premultiplied([input], op)
         native = native or partial(
             dist.reduce_scatter_tensor, output, input, op=op, group=self.group, async_op=async_op
         )
@@ -160,6 +162,7 @@ class Communicator(Calls):
         native: Native | None = None,
     ) -> Work | None:
         """Reduces `input_list[r]` of all ranks into rank r's `output`."""
+        input_list, op = premultiplied(input_list, op)
         native = native or partial(dist.reduce_scatter, output, input_list, op=op, group=self.group, async_op=async_op)
         plan = self._plan(Operation.REDUCE_SCATTER, input_list[0], sum(part.numel() for part in input_list), op)
         if plan is None:
@@ -176,6 +179,7 @@ class Communicator(Calls):
         self, tensor: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
         """Reduces `tensor` in place; all ranks end with equal bits."""
+        (tensor,), op = premultiplied([tensor], op, in_place=True)
         native = native or partial(dist.all_reduce, tensor, op=op, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_REDUCE, tensor, tensor.numel(), op)
         if plan is None:
@@ -187,6 +191,7 @@ class Communicator(Calls):
         self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
         """Reduces several tensors in place, as one flat tensor, which is what gloo does."""
+        tensors, op = premultiplied(tensors, op, in_place=True)
         native = native or partial(dist.all_reduce_coalesced, tensors, op=op, group=self.group, async_op=async_op)
         plan = None
         if len({tensor.dtype for tensor in tensors}) == 1:

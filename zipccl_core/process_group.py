@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
 from zipccl_core.agreement import check_agreement
+from zipccl_core.arguments import multiplied, options_of, waited
 from zipccl_core.collective.work import JoinedWork, completed_work
 from zipccl_core.communicator import Communicator
 from zipccl_core.config import ZipCCLConfig
+from zipccl_core.drop_in import Asked, batch_messages
 from zipccl_core.observe.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -42,10 +47,19 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         timeout: of the inner groups' operations.
         config: by default what the environment says.
         name: of the group, for messages.
+        asked: the native backends that a program asked for; by default gloo for CPUs, NCCL for GPUs. There is always
+            one for CPUs.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, config: ZipCCLConfig | None = None, name: str = ""
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        config: ZipCCLConfig | None = None,
+        name: str = "",
+        asked: Asked | None = None,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
@@ -54,16 +68,22 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         gloo._set_sequence_number_for_group()
         self._add_backend(CPU, GLOO, gloo)
         default = GLOO
-        if dist.is_nccl_available() and torch.cuda.is_available():
-            options = dist.ProcessGroupNCCL.Options()
+        on_gpus, options = ("nccl", None) if asked is None else (asked.backends.get("cuda"), asked.options)
+        if on_gpus == "gloo":
+            self._add_backend(CUDA, GLOO, gloo)
+        elif on_gpus == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
+            if not isinstance(options, dist.ProcessGroupNCCL.Options):
+                options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._add_backend(CUDA, NCCL, dist.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), rank, size, options))
             default = NCCL
         for group in (self._plain, self):
             group._set_default_backend(default)
+        self._backend_name = "zipccl" if asked is None else self._plain.name()
         self._coalescing: list[Work] | None = None
         self.communicator = Communicator(self._plain, config, name=name, space=0, store=store)
         check_agreement(store, rank, self.communicator.config.agreement(), name)
+        batch_messages()
 
     def _add_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
         # on this group too: functional collectives ask it for its backend
@@ -82,8 +102,8 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ what has a compressed path
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        output, input = _waited([output, input])
-        opts = _options(c10d.AllgatherOptions, opts)
+        output, input = waited([output, input])
+        opts = options_of(c10d.AllgatherOptions, opts)
         return self._work(
             [output],
             self.communicator.all_gather_into_tensor(
@@ -94,26 +114,41 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         if isinstance(inputs, torch.Tensor):
             output_lists, inputs = [output_lists], [inputs]
-        output_lists, inputs = _waited(output_lists), _waited(inputs)
-        opts = _options(c10d.AllgatherOptions, opts)
+        output_lists, inputs = waited(output_lists), waited(inputs)
+        opts = options_of(c10d.AllgatherOptions, opts)
         return self._work(
             output_lists[0],
             self.communicator.all_gather(
                 output_lists[0],
                 inputs[0],
                 opts.asyncOp,
-                native=lambda: self._plain.allgather(output_lists, inputs, opts),
+                native=lambda: self._native_all_gather(output_lists, inputs, opts),
             ),
         )
 
+    def _native_all_gather(self, output_lists: Any, inputs: Any, opts: Any) -> Work:
+        outputs = output_lists[0]
+        if inputs[0].device.type != "cpu" or len({output.numel() for output in outputs}) < 2:
+            return self._plain.allgather(output_lists, inputs, opts)
+        # gloo gathers equal sizes only
+        with torch.no_grad():
+            outputs[self.communicator.rank].copy_(inputs[0])
+        works = []
+        for root, output in enumerate(outputs):
+            options = c10d.BroadcastOptions()
+            options.rootRank, options.timeout = root, opts.timeout
+            works.append(self._plain.broadcast([output], options))
+        return JoinedWork(works, outputs)
+
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return self._joined(
-            self.all_gather_single, zip(outputs, inputs, strict=True), _options(c10d.AllgatherOptions, opts), outputs
+            self.all_gather_single, zip(outputs, inputs, strict=True), options_of(c10d.AllgatherOptions, opts), outputs
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        output, input = _waited([output, input])
-        opts = _options(c10d.ReduceScatterOptions, opts)
+        output, input = waited([output, input])
+        opts = options_of(c10d.ReduceScatterOptions, opts)
+        (input,), opts = multiplied([input], opts)
         return self._work(
             [output],
             self.communicator.reduce_scatter_tensor(
@@ -130,8 +165,10 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     ) -> Work:
         if isinstance(outputs, torch.Tensor):
             outputs, input_lists = [outputs], [input_lists]
-        outputs, input_lists = _waited(outputs), _waited(input_lists)
-        opts = _options(c10d.ReduceScatterOptions, opts)
+        outputs, input_lists = waited(outputs), waited(input_lists)
+        opts = options_of(c10d.ReduceScatterOptions, opts)
+        inputs, opts = multiplied(input_lists[0], opts)
+        input_lists = [inputs]
         return self._work(
             outputs,
             self.communicator.reduce_scatter(
@@ -144,18 +181,14 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        return self._joined(
-            self.reduce_scatter_single,
-            zip(outputs, inputs, strict=True),
-            _options(c10d.ReduceScatterOptions, opts),
-            outputs,
-        )
+        inputs, opts = multiplied(waited(inputs), options_of(c10d.ReduceScatterOptions, opts))
+        return self._joined(self.reduce_scatter_single, zip(outputs, inputs, strict=True), opts, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work:
-        output, input = _waited([output, input])
-        opts = _options(c10d.AllToAllOptions, opts)
+        output, input = waited([output, input])
+        opts = options_of(c10d.AllToAllOptions, opts)
         return self._work(
             [output],
             self.communicator.all_to_all_single(
@@ -169,8 +202,8 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        outputs, inputs = _waited(outputs), _waited(inputs)
-        opts = _options(c10d.AllToAllOptions, opts)
+        outputs, inputs = waited(outputs), waited(inputs)
+        opts = options_of(c10d.AllToAllOptions, opts)
         return self._work(
             outputs,
             self.communicator.all_to_all(
@@ -181,8 +214,9 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-        tensors = _waited(tensors)
-        opts = _options(c10d.AllreduceOptions, opts)
+        tensors = waited(tensors)
+        opts = options_of(c10d.AllreduceOptions, opts)
+        tensors, opts = multiplied(tensors, opts, in_place=True)
         return self._work(
             tensors,
             self.communicator.all_reduce(
@@ -191,8 +225,9 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        tensors = _waited(tensors)
-        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        tensors = waited(tensors)
+        opts = options_of(c10d.AllreduceCoalescedOptions, opts)
+        tensors, opts = multiplied(tensors, opts, in_place=True)
         return self._work(
             tensors,
             self.communicator.all_reduce_coalesced(
@@ -203,8 +238,8 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-        tensors = _waited(tensors)
-        opts = _options(c10d.BroadcastOptions, opts)
+        tensors = waited(tensors)
+        opts = options_of(c10d.BroadcastOptions, opts)
         return self._work(
             tensors,
             self.communicator.broadcast(
@@ -213,7 +248,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         )
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        tensors = _waited(tensors)
+        tensors = waited(tensors)
         return self._work(
             tensors, self.communicator.isend(tensors[0], dst, tag, native=lambda: self._plain.send(tensors, dst, tag))
         )
@@ -226,6 +261,17 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         native = lambda: self._plain.recv_anysource(tensors, tag)  # noqa: E731
         return self._work(tensors, self.communicator.irecv(tensors[0], None, tag, native=native))
+
+    def batch_of(self, messages: Sequence[Any]) -> list[Work] | None:
+        """The messages of `torch.distributed.batch_isend_irecv` as one native batch; None where they need none."""
+        device = messages[0].tensor.device
+        if device.type == "cpu" or not self._plain._get_backend(device).supports_coalescing:
+            return None
+        self._plain._start_coalescing(device)
+        for message in messages:
+            move = self._plain.send if message.op is dist.isend else self._plain.recv
+            move([message.tensor], message.group_peer, message.tag)
+        return [self._plain._end_coalescing(device)]
 
     # the names of before torch 2.13
     _allgather_base = all_gather_single
@@ -277,8 +323,8 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ what a group is asked
 
-    def getBackendName(self) -> str:
-        return "zipccl"
+    def getBackendName(self) -> str:  # which torch's C++ asks; Python asks `name`
+        return self._backend_name
 
     def name(self) -> str:
         return "zipccl"
@@ -318,28 +364,19 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
             self._plain.abort()
 
 
-def _waited(value: Any) -> Any:
-    """Tensors, in lists of any depth, with the results of functional collectives waited for.
+def _hide_from_compilation(kind: type) -> None:
+    """Lets torch.compile run a class's methods, and what they call, as they are.
 
-    torch's dispatcher would do that, but calls of Python overrides do not pass through it.
+    C++ calls them while it watches (DDP's reducer in a compiled model, an operation after a graph break); it would
+    compile them, and fails.
     """
-    if isinstance(value, AsyncCollectiveTensor):
-        return value.wait()
-    if isinstance(value, (list, tuple)):
-        return [_waited(item) for item in value]
-    return value
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    for member in vars(kind).values():
+        if isinstance(member, FunctionType):
+            set_code_exec_strategy(member.__code__, skip)
 
 
-def _options(kind: Any, opts: Any) -> Any:
-    """Options of an operation: as they are, defaults, or made of the ReduceOp or root rank of torch's shorter forms."""
-    if isinstance(opts, kind):
-        return opts
-    options = kind()
-    if isinstance(opts, int):
-        options.rootRank = opts
-    elif opts is not None:
-        options.reduceOp = opts
-    return options
+_hide_from_compilation(ZipCCLProcessGroup)
 
 
 def create(options: Any, backend_options: Any) -> ZipCCLProcessGroup:
@@ -348,11 +385,15 @@ def create(options: Any, backend_options: Any) -> ZipCCLProcessGroup:
     The configuration is `pg_options` where that is a ZipCCLConfig or a mapping of its keys; else, for a group made
     later, the default group's; else what the environment says.
     """
-    config = None
-    if isinstance(backend_options, (ZipCCLConfig, dict)):
+    config, asked = None, None
+    if isinstance(backend_options, Asked):
+        asked = backend_options
+        own = asked.config is None or isinstance(asked.options, (ZipCCLConfig, Mapping))
+        backend_options = asked.options if own else asked.config
+    if isinstance(backend_options, (ZipCCLConfig, Mapping)):
         config = ZipCCLConfig.of(backend_options)
     elif isinstance(dist.group.WORLD, ZipCCLProcessGroup):
         config = dist.group.WORLD.communicator.config
     return ZipCCLProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, config, name=options.group_id
+        options.store, options.group_rank, options.group_size, options.timeout, config, options.group_id, asked
     )

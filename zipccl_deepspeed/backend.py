@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from zipccl_core import Communicator, ConfigError, Statistics, ZipCCLConfig, ZipCCLProcessGroup
 from zipccl_core.agreement import check_agreement
 from zipccl_core.collective.work import JoinedWork
+from zipccl_core.groups import GroupCommunicators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,8 +33,7 @@ class Communicators:
 
     def __init__(self) -> None:
         self.config: ZipCCLConfig | None = None
-        self._by_group: dict[Any, Communicator] = {}
-        self._ended = Statistics()
+        self._groups = GroupCommunicators(ADAPTER_SPACE)
         self._world: Any = None
         """The default group in which the section was read."""
         self._worlds = 0
@@ -65,45 +65,30 @@ class Communicators:
         if self.config is None or not self.config.enabled:
             return None
         group = dist.group.WORLD if group is None else group
-        communicator = self._by_group.get(group)
-        if communicator is None:
+        if group not in self._groups:
             self._drop_destroyed()
             if self.config is None or not isinstance(group, dist.ProcessGroup) or group.size() == 1:
                 return None
-            communicator = self._by_group[group] = self._new(group, self.config)
+        communicator = self._groups.of(group, self.config)
         # a zipccl group compresses by itself; its communicator is here for its configuration and counters only
         return None if isinstance(group, ZipCCLProcessGroup) else communicator
 
-    def _new(self, group: Any, config: ZipCCLConfig) -> Communicator:
-        if not isinstance(group, ZipCCLProcessGroup):
-            return Communicator(group, config, space=ADAPTER_SPACE)
-        group.communicator.configure(config)
-        return group.communicator
-
     def _drop_destroyed(self) -> None:
-        alive = c10d._world.pg_map
-        for group in [group for group in self._by_group if group not in alive]:
-            self.forget(group)
-        if self._world is not None and self._world not in alive:
+        self._groups.drop_destroyed()
+        if self._world is not None and self._world not in c10d._world.pg_map:
             self.config, self._world = None, None  # the section was that of a world that is no more
 
     def forget(self, group: Any = None) -> None:
         """Ends the communicator of a group; without one, all, and the configuration and counters with them."""
-        for known in list(self._by_group) if group is None else [group]:
-            communicator = self._by_group.pop(known, None)
-            if communicator is not None:
-                communicator.close()
-                self._ended = Statistics.sum([self._ended, communicator.stats()])
-        if group is None:
-            self.config, self._world, self._ended = None, None, Statistics()
+        if group is not None:
+            self._groups.end(group)
+        else:
+            self._groups.forget()
+            self.config, self._world = None, None
 
     def stats(self) -> Statistics:
         """The counters of all groups, added up; groups of the backend `zipccl` count without a section, too."""
-        communicators = dict(self._by_group)
-        for group in c10d._world.pg_map:
-            if isinstance(group, ZipCCLProcessGroup):
-                communicators.setdefault(group, group.communicator)
-        return Statistics.sum([self._ended, *(communicator.stats() for communicator in communicators.values())])
+        return self._groups.stats()
 
 
 COMMUNICATORS = Communicators()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed import ReduceOp
 
 from zipccl_core import kernels
 
@@ -64,6 +65,27 @@ class Reduction(NamedTuple):
         if self.average:
             partial.div_(world_size)
         result.copy_(partial)
+
+
+def premultiplied(tensors: Sequence[Tensor], op: Any, in_place: bool = False) -> tuple[list[Tensor], Any]:
+    """The tensors times the factor of a PREMUL_SUM, and SUM; other reductions as they are.
+
+    As NCCL does it, with the factor rounded to the tensors' dtype. gloo has no PREMUL_SUM.
+
+    Args:
+        tensors: of floating-point numbers; others are left to the native operation, with its error.
+        op: a `ReduceOp`.
+        in_place: multiply the tensors themselves.
+    """
+    tensors = list(tensors)
+    if not op == ReduceOp.PREMUL_SUM or not all(tensor.is_floating_point() for tensor in tensors):  # noqa: SIM201
+        return tensors, op
+    if isinstance(op.factor, float) and op.factor == 1:
+        return tensors, ReduceOp.SUM
+    with torch.no_grad():
+        factors = [torch.as_tensor(op.factor, device=tensor.device).reshape(()).to(tensor.dtype) for tensor in tensors]
+        pairs = zip(tensors, factors, strict=True)
+        return [tensor.mul_(factor) if in_place else tensor * factor for tensor, factor in pairs], ReduceOp.SUM
 
 
 class _Adder:

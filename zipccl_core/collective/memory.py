@@ -78,7 +78,8 @@ def collides(outputs: Sequence[Tensor], inputs: Sequence[Tensor], in_place: Coll
 
 
 def split_numels(tensor: Tensor, sizes: Sequence[int] | None, world_size: int, what: str) -> list[int]:
-    """Numel of each rank's part of a tensor that is cut along its first dimension."""
+    """Numel of each rank's part of a tensor that is cut along its first dimension. Sizes may be a NumPy array."""
+    sizes = [] if sizes is None else [int(size) for size in sizes]
     if not sizes:
         if tensor.numel() and tensor.size(0) % world_size:
             raise ValueError(

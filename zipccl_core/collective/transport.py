@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 COLLECTIVE_TAG = 1 << 30
 """Set in the tags of messages of collectives; bits 0 to 26 tell them apart. Users' own tags are small numbers."""
 _SPACE_SHIFT, _SPACES = 27, 8
-FIRST_FREE_SPACE = 2
-"""Spaces below it belong to the process group `zipccl` (0) and to adapters (1)."""
+FIRST_FREE_SPACE = 3
+"""Spaces below it belong to the process group `zipccl` (0), to adapters (1) and to hooks (2)."""
 
 
 _HINT = " (Is zipccl installed on all ranks, and are they configured alike?)"

@@ -1,0 +1,175 @@
+"""Drop-in: with `ZIPCCL=1`, groups that a program asks of nccl or gloo are made by zipccl, without a change of it.
+
+Imported by `import torch` where the variable is set, so nothing here is heavy. What is replaced is one function of
+torch, through which `init_process_group` and `new_group` make every group.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+logger = logging.getLogger("zipccl")
+
+VARIABLE = "ZIPCCL"
+BACKEND = "zipccl"
+ALIASED = frozenset({"gloo", "nccl"})
+"""The backends whose groups become zipccl's."""
+SUPPORTED = "torch 2.13"
+
+_ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
+_HELPER, _BATCH = "_new_process_group_helper", "batch_isend_irecv"
+_USED = {"group_rank", "backend", "backend_options"}
+
+
+class Asked(NamedTuple):
+    """What a program asked for, in the place of its backend options.
+
+    Attributes:
+        backends: native backend by type of device.
+        options: the program's own: native options, a ZipCCLConfig, or None.
+        config: of `install`.
+    """
+
+    backends: Mapping[str, str]
+    options: Any
+    config: Any
+
+
+class _State:
+    config: Any = None
+    told = False
+
+
+def wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment switches drop-in on; what cannot be understood is logged, and off."""
+    text = environ.get(VARIABLE, "")
+    value = text.strip().lower()
+    if value not in _ON + _OFF:
+        logger.warning("zipccl: %s=%r is ignored; allowed: 1, true, on; 0, false, off or empty", VARIABLE, text)
+    return value in _ON
+
+
+def install(config: Any = None) -> None:
+    """Makes zipccl the maker of nccl and gloo groups from now on. Repeating it only changes the configuration.
+
+    A torch that makes groups in another way is left alone, and that is logged.
+
+    Args:
+        config: a ZipCCLConfig, or a mapping of its keys, of groups for which the program passes none; by default the
+            default group's, else what the environment says.
+    """
+    _State.config = config
+    helper = getattr(c10d, _HELPER, None)
+    if installed():
+        return
+    if not callable(helper) or not set(inspect.signature(helper).parameters) >= _USED:
+        logger.error(
+            "zipccl: this torch makes its groups in a way that is not known; supported: %s. Groups of nccl and gloo "
+            "stay native",
+            SUPPORTED,
+        )
+        return
+    setattr(c10d, _HELPER, _aliasing(helper))
+    batch_messages()
+
+
+def installed() -> bool:
+    """Whether `install` is in force."""
+    return hasattr(getattr(c10d, _HELPER, None), "_zipccl_replaces")
+
+
+def uninstall() -> None:
+    """Takes `install` back. Groups that exist stay as they are."""
+    _State.config = None
+    replaced = getattr(getattr(c10d, _HELPER, None), "_zipccl_replaces", None)
+    if replaced is not None:
+        setattr(c10d, _HELPER, replaced)
+
+
+def batch_messages() -> None:
+    """Lets `batch_isend_irecv` send a zipccl group's messages between GPUs as one batch. Repeating it does nothing.
+
+    torch batches those of its own type of group only; NCCL needs it, since two ranks that both send first would wait
+    for each other.
+    """
+    native = getattr(c10d, _BATCH, None)
+    if not callable(native) or hasattr(native, "_zipccl_replaces"):
+        return
+
+    @functools.wraps(native)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        if not isinstance(p2p_op_list, list) or not p2p_op_list:
+            return native(p2p_op_list)
+        batch = getattr(getattr(p2p_op_list[0], "group", None), "batch_of", None)
+        works = batch(p2p_op_list) if batch is not None else None
+        return native(p2p_op_list) if works is None else works
+
+    batch_isend_irecv._zipccl_replaces = native  # type: ignore[attr-defined]
+    if getattr(dist, _BATCH, None) is native:
+        setattr(dist, _BATCH, batch_isend_irecv)
+    setattr(c10d, _BATCH, batch_isend_irecv)
+
+
+def _aliasing(helper: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's maker of groups, inside of which the name of the backend is another one."""
+    signature = inspect.signature(helper)
+
+    @functools.wraps(helper)
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError:
+            return helper(*args, **kwargs)  # which says what is wrong
+        name = given.arguments["backend"]
+        backends = _backends(name)
+        if not backends:
+            return helper(*args, **kwargs)
+        world = c10d._world
+        n_groups = len(world.pg_map)
+        given.arguments["backend"] = c10d.Backend(BACKEND)
+        given.arguments["backend_options"] = Asked(backends, given.arguments.get("backend_options"), _State.config)
+        made = helper(*given.args, **given.kwargs)
+        group = made[0]
+        if len(world.pg_map) > n_groups:  # else this rank is no member, or the group existed
+            world.pg_map[group] = (name, world.pg_map[group][1])
+            world.pg_backend_config[group] = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+            _tell(str(name), given.arguments["group_rank"])
+        return made
+
+    new_process_group_helper._zipccl_replaces = helper  # type: ignore[attr-defined]
+    return new_process_group_helper
+
+
+def _backends(name: Any) -> dict[str, str]:
+    """Native backend by type of device, of a group to alias; empty for all others."""
+    text = str(name).lower()
+    if text != "undefined" and not ALIASED.issuperset(part.rpartition(":")[2] for part in text.split(",")):
+        return {}
+    if getattr(c10d, "_use_torchcomms_enabled", bool)():
+        return {}
+    try:
+        backends = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
+    except Exception:
+        return {}  # torch says what is wrong with it
+    found = {str(device): str(backend) for device, backend in backends.items()}
+    return found if ALIASED.issuperset(found.values()) else {}
+
+
+def _tell(name: str, rank: int) -> None:
+    if _State.told:
+        return
+    _State.told = True
+    if rank == 0:
+        logger.warning(
+            "zipccl is active (%s): groups of gloo and nccl are zipccl's from here on, first one asked for as %r",
+            f"{VARIABLE}=1" if _State.config is None else "installed by the program",
+            name,
+        )
