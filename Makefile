@@ -16,7 +16,7 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.stamp
 CUDA_STAMP := $(VENV)/.cuda-stamp
 PEERS_STAMP := $(VENV)/.peers-stamp
-PEERS  := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0
+PEERS  := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.4.4
 INSTALL = $(PY) -m pip install $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint as checkpoint_of
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zipccl_core import Statistics, ZipCCLConfig, ZipCCLProcessGroup
 from zipccl_core.testing import run_ranks, same_bits
@@ -158,12 +161,34 @@ def gradients(rank: int, world_size: int) -> list[torch.Tensor]:
     return results
 
 
+def kept(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Selective checkpointing keeps outputs of collectives, and raises where one has changed since it was returned."""
+    operators = [OPS.all_gather_into_tensor, OPS.reduce_scatter_tensor, OPS.all_to_all_single]
+    contexts = partial(create_selective_checkpoint_contexts, [operator.default for operator in operators])
+    group = dist.group.WORLD
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        everything = funcol.all_gather_tensor_autograd(x * 2, 0, group).sin()
+        mine = funcol.reduce_scatter_tensor_autograd(everything, "sum", 0, group).sin()
+        return funcol.all_to_all_single_autograd(mine, None, None, group).sin()
+
+    x = normal(64 * world_size, 32, seed=rank).requires_grad_()
+    output = checkpoint_of(block, x, use_reentrant=False, context_fn=contexts)
+    output.backward(normal(*output.shape, seed=9 + rank))
+    assert x.grad is not None
+    return [output, x.grad]
+
+
 def test_operators() -> None:
     like_gloo(operators, 3, "all_gather reduce_scatter all_to_all all_reduce broadcast")
 
 
 def test_functions() -> None:
     like_gloo(functions, 3, "all_gather reduce_scatter all_to_all all_reduce broadcast")
+
+
+def test_selective_checkpoints() -> None:
+    like_gloo(kept, 2, "all_gather reduce_scatter all_to_all")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -18,7 +18,7 @@ from zipccl_core.collective.device.exchange import Link
 from zipccl_core.collective.device.layer import CudaDevice
 from zipccl_core.collective.device.mover import all_agree, mover_of
 from zipccl_core.collective.device.path import DeviceCall, DevicePath
-from zipccl_core.collective.memory import collides, cut, empty_flat, flat_copy, is_plain, uncopy
+from zipccl_core.collective.memory import collides, cut, empty_flat, flat_copy, is_plain, uncopy, unversioned
 from zipccl_core.collective.transport import ProcessGroupTransport
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.work import LazyWork
@@ -203,17 +203,19 @@ class Calls:
                 path, collective, plan, outputs, inputs, async_op, wire, out_sizes, in_sizes, in_place
             )
 
+        targets = unversioned(outputs)
+
         def call() -> None:
             try:
                 flat_inputs = [tensor.contiguous().view(-1) for tensor in inputs]
-                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in outputs]
+                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in targets]
                 parts_in = cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
                 parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
                 if collides(parts_out, parts_in, in_place):
-                    flat_outputs = [empty_flat(tensor) for tensor in outputs]
+                    flat_outputs = [empty_flat(tensor) for tensor in targets]
                     parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
                 collective.run(parts_out, parts_in, wire, plan)
-                for tensor, flat in zip(outputs, flat_outputs, strict=True):
+                for tensor, flat in zip(targets, flat_outputs, strict=True):
                     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
                         tensor.copy_(flat.view(tensor.shape))
             except ZipCCLError as error:
@@ -245,22 +247,23 @@ class Calls:
         assert plan.codec is not None
         before: list[Callable[[], None]] = []
         after: list[Callable[[], None]] = []
+        targets = unversioned(outputs)
         with path.device.on(path.stream), torch.no_grad():
             if collective.flattens:
                 flat_inputs = flat_outputs = [flat_copy(inputs, before)]
-                uncopy(flat_outputs[0], outputs, after)
+                uncopy(flat_outputs[0], targets, after)
             else:
                 flat_inputs = [
                     tensor.view(-1) if tensor.is_contiguous() else flat_copy([tensor], before) for tensor in inputs
                 ]
-                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in outputs]
+                flat_outputs = [tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor) for tensor in targets]
             parts_in = cut(flat_inputs[0], in_sizes) if in_sizes else flat_inputs
             parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
             if not collective.flattens and collides(parts_out, parts_in, in_place):
-                flat_outputs = [empty_flat(tensor) for tensor in outputs]
+                flat_outputs = [empty_flat(tensor) for tensor in targets]
                 parts_out = cut(flat_outputs[0], out_sizes) if out_sizes else flat_outputs
             if not collective.flattens:
-                for tensor, flat in zip(outputs, flat_outputs, strict=True):
+                for tensor, flat in zip(targets, flat_outputs, strict=True):
                     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
                         uncopy(flat, [tensor], after)
         link = Link(

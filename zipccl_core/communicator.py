@@ -16,7 +16,7 @@ from zipccl_core.collective.all_reduce import AllReduce
 from zipccl_core.collective.all_to_all import AllToAll
 from zipccl_core.collective.base import Collective
 from zipccl_core.collective.broadcast import TreeBroadcast
-from zipccl_core.collective.memory import cut, empty_flat, require_equal, split_numels
+from zipccl_core.collective.memory import cut, empty_flat, require_equal, split_numels, unversioned
 from zipccl_core.collective.point_to_point import Recv, Send
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
 from zipccl_core.collective.transport import COLLECTIVE_TAG
@@ -229,13 +229,14 @@ class Communicator(Calls):
         plan = self._message_plan(tensor, tag)
         if plan is None:
             return self._native(Operation.SEND_RECV, native, tensor)
-        flat = tensor.view(-1) if tensor.is_contiguous() else empty_flat(tensor)
+        (target,) = unversioned([tensor])
+        flat = target.view(-1) if target.is_contiguous() else empty_flat(target)
         recv = Recv(flat, src, tag, self._wire(Operation.SEND_RECV, plan))
 
         def finish() -> int:
             source = recv.finish()
-            if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
+            if not target.is_contiguous():
+                target.copy_(flat.view(target.shape))
             return source
 
         return self._message(tensor, finish, is_send=False)

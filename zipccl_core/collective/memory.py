@@ -39,6 +39,15 @@ def empty_flat(tensor: Tensor) -> Tensor:
     return empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
 
+def unversioned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory as tensors whose changes autograd does not count.
+
+    Native collectives write by pointer, when they like. What remembers the count of an output that is not there yet
+    (selective checkpointing does, of functional collectives) would take a counted write for a change by the program.
+    """
+    return [tensor.data for tensor in tensors]
+
+
 def flat_copy(tensors: Sequence[Tensor], steps: list[Callable[[], None]]) -> Tensor:
     """New flat memory for the values of some tensors, one after another, and a step that copies them there."""
     numel = sum(tensor.numel() for tensor in tensors)
