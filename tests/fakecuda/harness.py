@@ -65,6 +65,7 @@ def start(function: Callable[[], None], **environ: str) -> Callable[[], None]:
         try:
             signal.alarm(CHILD_SECONDS)
             os.environ.update(variables)
+            torch.set_num_threads(1)  # the parent's pool is lost; two threads that make a new one may collide
             ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)  # PyCUDA asks for it by its SONAME
             function()
             code = 0
