@@ -3,8 +3,10 @@ sent."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,9 +20,12 @@ import torch
 import torch.distributed as dist
 from conftest import import_deepspeed
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -32,7 +37,8 @@ from accelerate.utils import (
 
 import zipccl_accelerate
 from zipccl_accelerate import ZipCCLPlugin
-from zipccl_core import ConfigError, UnsupportedVersionError, ZipCCLConfig, ZipCCLProcessGroup
+from zipccl_accelerate.modes import HooksMode
+from zipccl_core import ConfigError, UnsupportedVersionError, ZipCCLConfig, ZipCCLProcessGroup, drop_in
 from zipccl_core.testing import run_ranks, same_bits
 
 BF16 = torch.bfloat16
@@ -280,6 +286,139 @@ def test_an_accelerator_made_twice() -> None:
 
     run_ranks(body, 2, False, backend=None)
     run_ranks(body, 2, True, backend=None)
+
+
+def test_after_a_failure_groups_are_made_as_before() -> None:
+    """Whether the group had been made by then or not."""
+
+    def body(rank: int, world_size: int) -> None:
+        drop_in.install({"reduction": "gloo"})
+        before = drop_in.snapshot()
+        with pytest.raises(ValueError, match="Unknown mixed_precision"):
+            Accelerator(cpu=True, mixed_precision="none", kwargs_handlers=[ZipCCLPlugin()])
+        assert drop_in.snapshot() == before
+        drop_in.uninstall()
+        with pytest.raises(ValueError, match="nonsense"):
+            Accelerator(cpu=True, gradient_accumulation_steps="nonsense", kwargs_handlers=[ZipCCLPlugin(**EXACT)])
+        Accelerator(cpu=True, kwargs_handlers=[ZipCCLPlugin(**EXACT)])  # the group exists by now
+        for group in (dist.group.WORLD, dist.new_group()):
+            assert isinstance(group, ZipCCLProcessGroup)
+            assert group.communicator.config == ZipCCLConfig(**EXACT)
+
+    run_ranks(body, 2, backend=None)
+
+
+def test_without_the_plugin_all_is_native_again() -> None:
+    def body(rank: int, world_size: int, uninstalls: bool) -> tuple[bool, str]:
+        Accelerator(cpu=True, kwargs_handlers=[ZipCCLPlugin(**EXACT)]).end_training()
+        if uninstalls:
+            zipccl_accelerate.uninstall()
+            assert not drop_in.installed()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        Accelerator(cpu=True)
+        return drop_in.installed(), type(dist.group.WORLD).__name__
+
+    for uninstalls in (False, True):
+        assert run_ranks(body, 2, uninstalls, backend=None) == [(False, "ProcessGroup")] * 2
+
+
+def test_counters_outlive_the_group() -> None:
+    def body(rank: int, world_size: int) -> tuple[int, int]:
+        plugin = ZipCCLPlugin(**EXACT)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[plugin])
+        accelerator.gather(torch.ones(4096, dtype=BF16))
+        sent = frames(plugin, "all_gather")
+        accelerator.end_training()
+        return sent, frames(plugin, "all_gather")
+
+    for sent, afterwards in run_ranks(body, 2, backend=None):
+        assert sent == afterwards > 0
+
+
+def test_a_disabled_plugin_disables() -> None:
+    """Also what `ZIPCCL=1` would do; but it does not contradict the group that is there."""
+
+    def body(rank: int, world_size: int, group_exists: bool) -> int:
+        drop_in.install()
+        if group_exists:
+            PartialState(cpu=True)
+            with pytest.raises(ConfigError, match="another configuration"):
+                Accelerator(cpu=True, kwargs_handlers=[ZipCCLPlugin(enabled=False)])
+            return 0
+        plugin = ZipCCLPlugin(enabled=False, **EXACT)
+        train(Accelerator(cpu=True, kwargs_handlers=[plugin]), network())
+        return frames(plugin, "all_reduce")
+
+    assert run_ranks(body, 2, False, backend=None) == [0, 0]
+    assert run_ranks(body, 2, True, backend=None) == [0, 0]
+
+
+@pytest.mark.parametrize("group_exists", [False, True], ids=["backend", "hooks"])
+def test_a_model_of_two_accelerators(group_exists: bool) -> None:
+    def body(rank: int, world_size: int) -> int:
+        if group_exists:
+            PartialState(cpu=True)
+        plugin = ZipCCLPlugin(**EXACT)
+        (model,) = (Accelerator(cpu=True, kwargs_handlers=[plugin]).prepare(network()),)
+        other = Accelerator(cpu=True, kwargs_handlers=(handler for handler in [ZipCCLPlugin(**EXACT)]))
+        model = other.prepare(model)
+        model(torch.ones(1, 96, dtype=BF16)).sum().backward()
+        with pytest.raises(ConfigError, match="another configuration"):
+            Accelerator(cpu=True, kwargs_handlers=[ZipCCLPlugin(strategy="always")]).prepare(model)
+        return frames(plugin, "all_reduce")
+
+    assert min(run_ranks(body, 2, backend=None)) > 0
+
+
+def test_hooks_leave_a_users_own_communications_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(DefaultAllGather):
+        pass
+
+    def body(rank: int, world_size: int) -> bool:
+        PartialState(cpu=True)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[ZipCCLPlugin(**EXACT)])
+        model = network()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        model[0].set_custom_all_gather(own := Own())
+        HooksMode(ZipCCLConfig(**EXACT)).prepared(accelerator, model)
+        assert any("communications of its own (Own)" in record.getMessage() for record in caplog.records)
+        kept = model[0]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm is own
+        set_ = type(model[2]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__
+        return kept and set_ == "CompressedAllGather"
+
+    assert run_ranks(body, 2, backend=None) == [True, True]
+
+
+def test_a_plugin_goes_to_spawned_processes() -> None:
+    """Without the import that made it in the parent."""
+    text = pickle.dumps(ZipCCLPlugin(reduction="gloo"))
+    zipccl_accelerate.uninstall()
+    assert pickle.loads(text).config == ZipCCLConfig(reduction="gloo")
+    assert hasattr(Accelerator.__init__, "__wrapped__")
+    assert copy.deepcopy(ZipCCLPlugin(codec="raw")) == ZipCCLPlugin(codec="raw")
+
+
+def test_deepspeeds_plugin_on_a_cpu_is_not_used() -> None:
+    """As natively: Accelerate takes DDP then."""
+    pytest.importorskip("deepspeed")
+    import_deepspeed()
+
+    def body(rank: int, world_size: int) -> tuple[str, int]:
+        from accelerate.utils import DeepSpeedPlugin
+
+        plugin = ZipCCLPlugin(**EXACT)
+        section = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
+        accelerator = Accelerator(
+            cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=section), kwargs_handlers=[plugin]
+        )
+        accelerator.gather(torch.ones(4096, dtype=BF16))
+        return str(accelerator.distributed_type), frames(plugin, "all_gather")
+
+    for kind, sent in run_ranks(body, 2, backend=None):
+        assert kind == "DistributedType.MULTI_CPU"
+        assert sent > 0
 
 
 class Recorder(GeneralTracker):

@@ -26,6 +26,7 @@ FLOORS = [
     "collective",
     "calls",
     "communicator",
+    "compilation",
     "drop_in",
     "arguments",
     "process_group",

@@ -268,3 +268,30 @@ def test_batches_of_messages_between_gpus() -> None:
         assert near.tolist() == [2.0 - rank] * 4
 
     run_ranks(run, 2, config=ALWAYS)
+
+
+def test_an_adapters_native_call_gets_nothing_multiplied() -> None:
+    """It hands torch's own reduction on, which multiplies."""
+
+    def body(rank: int, world_size: int) -> list[float]:
+        communicator = Communicator(dist.group.WORLD, ZipCCLConfig(strategy="never"))
+        half, value = dist._make_nccl_premul_sum(0.5), torch.full((8,), 4.0).bfloat16()
+        seen: list[float] = []
+        native = lambda: seen.append(value[0].item())  # noqa: E731
+        communicator.all_reduce(value, half, native=native)
+        communicator.all_reduce_coalesced([value], half, native=native)
+        communicator.reduce_scatter_tensor(torch.empty(4).bfloat16(), value, half, native=native)
+        return seen
+
+    assert run_ranks(body, 2, backend="gloo") == [[4.0] * 3] * 2
+
+
+def test_by_hand_where_entry_points_are_off() -> None:
+    code = (
+        "import sys, torch.distributed as dist; from zipccl_core import drop_in; drop_in.install();"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
+        "print(type(dist.group.WORLD).__name__, dist.get_backend()); dist.destroy_process_group()"
+    )
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=100)
+    assert result.stdout.split() == ["ZipCCLProcessGroup", "gloo"], result.stderr

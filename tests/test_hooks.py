@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +174,95 @@ def test_groups_that_come_and_go() -> None:
         return counts
 
     assert run_ranks(body, 2, backend="gloo") == [[1, 2, 3]] * 2
+
+
+def test_ranks_and_hooks_that_are_configured_differently() -> None:
+    """An error on the spot, where it would be a hang, or a sum that nobody asked for."""
+
+    def body(rank: int, world_size: int) -> str:
+        part, out = torch.ones(3000, dtype=BF16), torch.zeros(6000, dtype=BF16)
+        subgroup = dist.new_group([0, 1])
+        CompressedAllGather(EXACT)(out, part, subgroup)
+        with pytest.raises(ConfigError, match="another configuration already"):
+            CompressedReduceScatter(FP32)(part, out, subgroup, dist.ReduceOp.SUM)
+        if rank == 0:  # whose word counts
+            hooks._COMMUNICATORS.of(dist.group.WORLD, EXACT)
+            return ""
+        with pytest.raises(ConfigError, match="rank 1 of group .* is configured differently from rank 0"):
+            CompressedAllGather({"strategy": "always", "chunk_nbytes": 4096})(out, part, dist.group.WORLD)
+        return "told"
+
+    assert run_ranks(body, 2, backend="gloo") == ["", "told"]
+
+
+def test_a_model_with_a_hook_is_copied_and_pickled() -> None:
+    def body(rank: int, world_size: int) -> tuple[bool, int]:
+        model = DistributedDataParallel(network())
+        model.register_comm_hook(CommunicatorState(dist.group.WORLD, EXACT), ddp_comm_hook)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        results = [train(each, rank) for each in (model, *twins)]
+        same = all(same_bits(results[0][1], weights) for _, weights in results)
+        return same, hooks.stats()["all_reduce"].calls
+
+    # torch does not register hooks of copies
+    assert run_ranks(body, 2, backend="gloo") == [(True, 3)] * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about gradients that it looks at
+def test_a_compiled_training_step() -> None:
+    def body(rank: int, world_size: int, config: ZipCCLConfig | None) -> Any:
+        model = DistributedDataParallel(network())
+        if config:
+            model.register_comm_hook(CommunicatorState(None, config), ddp_comm_hook)
+
+        @torch.compile(backend="eager")
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = (model(x).float() - x.float()).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        x = torch.randn(16, 96, generator=torch.Generator().manual_seed(rank)).to(BF16)
+        losses = [step(x).item() for _ in range(2)]
+        grads = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        return losses, grads, hooks.stats()["all_reduce"].frames
+
+    native, hooked = (run_ranks(body, 2, config, backend="gloo") for config in (None, EXACT))
+    for plain, other in zip(native, hooked, strict=True):
+        assert plain[0] == other[0]
+        assert same_bits(plain[1], other[1])
+        assert (plain[2], other[2] > 0) == (0, True)
+
+
+def test_threads_share_a_groups_communicator() -> None:
+    def body(rank: int, world_size: int) -> int:
+        found: list[Any] = []
+        ready = threading.Barrier(8)
+
+        def ask() -> None:
+            ready.wait()
+            found.append(hooks._COMMUNICATORS.of(dist.group.WORLD, EXACT))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(set(map(id, found)))
+
+    assert run_ranks(body, 2, backend="gloo") == [1, 1]
+
+
+def test_a_forked_child_starts_anew() -> None:
+    """It has none of the parent's threads, so it must not end what the parent has, nor count it."""
+
+    def gather(rank: int, world_size: int) -> tuple[float, int]:
+        part, out = torch.full((3000,), rank + 1.0, dtype=BF16), torch.zeros(6000, dtype=BF16)
+        CompressedAllGather(EXACT)(out, part, dist.group.WORLD)
+        return out.float().sum().item(), hooks.stats()["all_gather"].calls
+
+    threads = run_ranks(gather, 2, backend="gloo", launcher="threads")
+    assert [total for total, _ in threads] == [9000.0] * 2
+    assert run_ranks(gather, 2, backend="gloo") == [(9000.0, 1)] * 2
 
 
 def test_a_group_of_one_and_a_wrong_configuration() -> None:

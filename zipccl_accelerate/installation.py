@@ -13,10 +13,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import accelerate
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from zipccl_accelerate.modes import mode_for
+from zipccl_accelerate import modes
 from zipccl_core.errors import UnsupportedVersionError
 
 if TYPE_CHECKING:
@@ -53,7 +54,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restores Accelerate as it was before `install()`; Accelerators that exist keep what they have."""
+    """Restores Accelerate as it was before `install()`, and how groups are made. Accelerators and groups that exist
+    keep what they have."""
+    modes.take_back()
     for name, original in _originals.items():
         setattr(Accelerator, name, original)
     _originals.clear()
@@ -67,20 +70,21 @@ def _with_plugin(original: Callable[..., None]) -> Callable[..., None]:
         from zipccl_accelerate.plugin import ZipCCLPlugin
 
         bound = signature.bind(self, *args, **kwargs)
-        handlers = bound.arguments.get("kwargs_handlers") or []
+        handlers = list(bound.arguments.get("kwargs_handlers") or [])
         plugins = [handler for handler in handlers if isinstance(handler, ZipCCLPlugin)]
         if len(plugins) > 1:
             raise ValueError("You can only pass one ZipCCLPlugin in `kwargs_handlers`.")
-        if not plugins or not plugins[0].enabled:
-            bound.arguments["kwargs_handlers"] = [each for each in handlers if each not in plugins] or None
+        bound.arguments["kwargs_handlers"] = [each for each in handlers if not isinstance(each, ZipCCLPlugin)] or None
+        if not plugins:
+            if not dist.is_initialized():
+                modes.take_back()
             return original(*bound.args, **bound.kwargs)
-        bound.arguments["kwargs_handlers"] = [each for each in handlers if each is not plugins[0]] or None
-        mode = mode_for(plugins[0].config, bound.arguments)
+        mode = modes.mode_for(plugins[0].config, bound.arguments)
         with mode.starting():
             original(*bound.args, **bound.kwargs)
         mode.started(self)
         setattr(self, _MODE, mode)
-        if self.is_main_process:
+        if mode.config.enabled and self.num_processes > 1 and self.is_main_process:
             logger.warning("zipccl: %s: %s", mode.description, mode.config.model_dump_json())
         return None
 

@@ -7,18 +7,19 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DDPCommunicationHookType, DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from zipccl_core import drop_in
+from zipccl_core._autoload import BACKEND
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import ConfigError, UnsupportedVersionError
 from zipccl_core.hooks import CommunicatorState, CompressedAllGather, CompressedReduceScatter, ddp_comm_hook
@@ -27,6 +28,7 @@ from zipccl_core.process_group import ZipCCLProcessGroup
 logger = logging.getLogger("zipccl")
 
 SECTION = "zipccl"
+_ADVICE = "Make the Accelerator with the plugin before the process group, and all are compressed"
 
 
 class Mode:
@@ -58,16 +60,19 @@ class BackendMode(Mode):
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """Groups go on being made so: FSDP2's mesh makes its own later."""
-        installed = drop_in.installed()  # by ZIPCCL=1
-        drop_in.install(self.config)
+        before = drop_in.snapshot()
+        self._install()
         try:
             yield
         except BaseException:
-            if installed:
-                drop_in.install()
-            else:
-                drop_in.uninstall()
+            if not isinstance(dist.group.WORLD, ZipCCLProcessGroup):
+                drop_in.restore(before)
             raise
+
+    def _install(self) -> None:
+        if self.config.enabled or drop_in.installed():
+            _remember()
+            drop_in.install(self.config)
 
     def started(self, accelerator: Accelerator) -> None:
         """Makes sure that it is so.
@@ -75,17 +80,16 @@ class BackendMode(Mode):
         Raises:
             UnsupportedVersionError: the group is another, of a device or torch that the drop-in does not know.
         """
-        if dist.is_initialized() and not isinstance(dist.group.WORLD, ZipCCLProcessGroup):
+        if self.config.enabled and dist.is_initialized() and not isinstance(dist.group.WORLD, ZipCCLProcessGroup):
+            take_back()
             raise UnsupportedVersionError(
                 f"zipccl compresses groups of gloo and nccl in {drop_in.SUPPORTED}; Accelerate has made one of "
                 f"{dist.get_backend()} in torch {torch.__version__}"
             )
 
 
-class GroupMode(Mode):
-    """The default group is of the backend `zipccl` already, by an earlier Accelerator or the script's own hand."""
-
-    description = "collectives of its process groups are compressed"
+class GroupMode(BackendMode):
+    """The default group is ZipCCL's already, by an earlier Accelerator or the script's own hand."""
 
     def __init__(self, config: ZipCCLConfig, group: ZipCCLProcessGroup) -> None:
         super().__init__(config)
@@ -94,6 +98,10 @@ class GroupMode(Mode):
                 "the default process group compresses with another configuration than this ZipCCLPlugin; give both the "
                 f"same.\ngroup:  {group.communicator.config.model_dump_json()}\nplugin: {config.model_dump_json()}"
             )
+
+    def _install(self) -> None:
+        if dist.get_backend() != BACKEND:  # of that name, groups made later are so by themselves
+            super()._install()
 
 
 class HooksMode(Mode):
@@ -104,41 +112,49 @@ class HooksMode(Mode):
         "all else stays native"
     )
 
-    def __init__(self, config: ZipCCLConfig) -> None:
-        super().__init__(config)
-        self._done: WeakSet[nn.Module] = WeakSet()
-
     def prepared(self, accelerator: Accelerator, model: nn.Module) -> None:
-        """Sets the hooks of a model once."""
-        if model in self._done:
+        """Sets the hooks of a model; those that are set already stay."""
+        if not self.config.enabled or accelerator.num_processes == 1:
             return
-        self._done.add(model)
-        found = False
-        for module in model.modules():
+        modules = list(model.modules())
+        for module in modules:
             if isinstance(module, DistributedDataParallel):
-                found = True
-                self._hook(accelerator, module)
+                self._hook(module)
             elif isinstance(module, FSDPModule):
-                found = True
-                module.set_custom_all_gather(CompressedAllGather(self.config))
-                module.set_custom_reduce_scatter(CompressedReduceScatter(self.config))
-        if not found and accelerator.num_processes > 1:
+                self._set_communications(module)
+        if not any(isinstance(module, (DistributedDataParallel, FSDPModule)) for module in modules):
             logger.warning(
-                "zipccl: %s is neither DDP nor FSDP2: its collectives stay native. Make the Accelerator with the "
-                "plugin before the process group, and all are compressed",
-                type(model).__name__,
+                "zipccl: %s is neither DDP nor FSDP2: its collectives stay native. %s", type(model).__name__, _ADVICE
             )
 
-    def _hook(self, accelerator: Accelerator, model: DistributedDataParallel) -> None:
-        handler = accelerator.ddp_handler
-        if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
-            logger.warning(
-                "zipccl: DDP has the communication hook %s already and takes only one: its gradients stay native. Make "
-                "the Accelerator with the plugin before the process group, and they are compressed",
-                handler.comm_hook,
-            )
+    def _hook(self, model: DistributedDataParallel) -> None:
+        for hook, state in getattr(model, "_comm_hooks", []):
+            if hook is not ddp_comm_hook:
+                name = getattr(hook, "__name__", hook)
+                logger.warning(
+                    "zipccl: DDP has the communication hook %s and takes no other: its gradients stay native. %s",
+                    name,
+                    _ADVICE,
+                )
+            elif state.config != self.config:
+                raise ConfigError(
+                    "the model is compressed with another configuration than this ZipCCLPlugin; give both the same.\n"
+                    f"model:  {state.config.model_dump_json()}\nplugin: {self.config.model_dump_json()}"
+                )
             return
         model.register_comm_hook(CommunicatorState(model.process_group, self.config), ddp_comm_hook)
+
+    def _set_communications(self, module: FSDPModule) -> None:
+        groups = module._get_fsdp_state()._fsdp_param_groups
+        communications = [each for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)]
+        known = (DefaultAllGather, DefaultReduceScatter, CompressedAllGather, CompressedReduceScatter)
+        foreign = sorted({type(each).__name__ for each in communications if type(each) not in known})
+        if foreign or len(groups) > 1:
+            reason = f"communications of its own ({', '.join(foreign)})" if foreign else "several groups of parameters"
+            logger.warning("zipccl: an FSDP2 module has %s: its collectives stay native. %s", reason, _ADVICE)
+            return
+        module.set_custom_all_gather(CompressedAllGather(self.config))
+        module.set_custom_reduce_scatter(CompressedReduceScatter(self.config))
 
 
 class DeepSpeedMode(Mode):
@@ -158,7 +174,7 @@ class DeepSpeedMode(Mode):
         plugins = accelerator.state.deepspeed_plugins
         for plugin in plugins.values() if isinstance(plugins, dict) else [plugins]:
             section = plugin.deepspeed_config.get(SECTION)
-            if section is not None and ZipCCLConfig(**section) != self.config:
+            if section is not None and not (isinstance(section, dict) and ZipCCLConfig(**section) == self.config):
                 raise ConfigError(
                     f"the DeepSpeed JSON has a {SECTION!r} section that differs from the ZipCCLPlugin; leave one of "
                     f"them out.\nsection: {section}\nplugin:  {self.config.model_dump_json()}"
@@ -184,8 +200,28 @@ def mode_for(config: ZipCCLConfig, arguments: Mapping[str, Any]) -> Mode:
 
 
 def _uses_deepspeed(arguments: Mapping[str, Any]) -> bool:
-    if arguments.get("deepspeed_plugin") is not None or arguments.get("deepspeed_plugins") is not None:
-        return True
+    """As Accelerate finds out."""
     if AcceleratorState._shared_state:
         return bool(AcceleratorState().distributed_type == DistributedType.DEEPSPEED)
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if arguments.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU") or "LOCAL_RANK" not in os.environ:
+        return False
+    given = arguments.get("deepspeed_plugin") is not None or arguments.get("deepspeed_plugins") is not None
+    return given or bool(parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
+
+
+_before: tuple[bool, Any] | None = None
+"""How groups were made before a plugin changed that."""
+
+
+def _remember() -> None:
+    global _before
+    if _before is None:
+        _before = drop_in.snapshot()
+
+
+def take_back() -> None:
+    """Makes groups to be made as before the first plugin."""
+    global _before
+    if _before is not None:
+        drop_in.restore(_before)
+        _before = None

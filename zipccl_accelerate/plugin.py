@@ -44,6 +44,10 @@ class ZipCCLPlugin(KwargsHandler):  # type: ignore[misc]  # accelerate has no ty
             setattr(self, name, getattr(config, name))
         install()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # in a spawned process
+        install()
+
     @property
     def config(self) -> ZipCCLConfig:
         """What the fields say now."""

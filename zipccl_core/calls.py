@@ -41,6 +41,7 @@ logger = logging.getLogger("zipccl")
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 Native = Callable[[], Any]
 
+_ADDITIONS = (SUM, AVG, dist.ReduceOp.PREMUL_SUM)
 _REDUCTIONS = (Operation.REDUCE_SCATTER, Operation.ALL_REDUCE)
 _MOST_PLANS = 4096
 _MOST_OPEN_SENDS = 64
@@ -105,8 +106,8 @@ class Calls:
         """The plan of a compressed call, or None for a native one. All that it looks at is equal on all ranks."""
         if self.world_size == 1 or not self.config.enabled or not is_plain(tensor):
             return None
-        # not `op in (SUM, AVG)`, which is always false for the ReduceOp objects that torch passes
-        if operation in _REDUCTIONS and not (tensor.dtype in REDUCIBLE and (op == SUM or op == AVG)):  # noqa: SIM109
+        # not `op in _ADDITIONS`, which is always false for the ReduceOp objects that torch passes
+        if operation in _REDUCTIONS and not (tensor.dtype in REDUCIBLE and any(op == each for each in _ADDITIONS)):
             return None
         key = (operation, tensor.dtype, numel)
         plan = self._plans.get(key)

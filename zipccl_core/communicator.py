@@ -45,6 +45,8 @@ class Communicator(Calls):
         name: for messages.
         store: of the group, for a NCCL communicator of ZipCCL's own; by default the one that torch knows.
         devices: devices other than GPUs, by where their tensors lie; for tests.
+
+    A reduction by PREMUL_SUM multiplies, and adds the products. A `native` that is given gets nothing multiplied.
     """
 
     # ------------------------------------------------------------------ gathers
@@ -54,7 +56,7 @@ class Communicator(Calls):
     ) -> Work | None:
         """Gathers `input`, shape (n, ...), of all ranks into `output`, of world_size times its values. The input may be
         this rank's part of the output."""
-        native = native or partial(dist.all_gather_into_tensor, output, input, group=self.group, async_op=async_op)
+        native = native or partial(dist.all_gather_single, output, input, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_GATHER, input, input.numel())
         if plan is None:
             return self._native(Operation.ALL_GATHER, native, input)
@@ -131,13 +133,13 @@ class Communicator(Calls):
     ) -> Work | None:
         """Reduces `input`, of world_size times the values of `output`, and leaves rank r with its r-th part. The output
         may be that part of the input."""
-        (input,), op = premultiplied([input], op)
-        native = native or partial(
-            dist.reduce_scatter_tensor, output, input, op=op, group=self.group, async_op=async_op
-        )
+        if native is None:
+            (input,), op = premultiplied([input], op)
+            native = partial(dist.reduce_scatter_single, output, input, op=op, group=self.group, async_op=async_op)
         plan = self._plan(Operation.REDUCE_SCATTER, input, input.numel(), op)
         if plan is None:
             return self._native(Operation.REDUCE_SCATTER, native, input)
+        (input,), op = premultiplied([input], op)
         require_equal(
             "reduce_scatter_tensor: input", input.numel(), "world size times output", self.world_size * output.numel()
         )
@@ -162,11 +164,13 @@ class Communicator(Calls):
         native: Native | None = None,
     ) -> Work | None:
         """Reduces `input_list[r]` of all ranks into rank r's `output`."""
-        input_list, op = premultiplied(input_list, op)
-        native = native or partial(dist.reduce_scatter, output, input_list, op=op, group=self.group, async_op=async_op)
+        if native is None:
+            input_list, op = premultiplied(input_list, op)
+            native = partial(dist.reduce_scatter, output, input_list, op=op, group=self.group, async_op=async_op)
         plan = self._plan(Operation.REDUCE_SCATTER, input_list[0], sum(part.numel() for part in input_list), op)
         if plan is None:
             return self._native(Operation.REDUCE_SCATTER, native, *input_list)
+        input_list, op = premultiplied(input_list, op)
         require_equal("reduce_scatter: input list", len(input_list), "world size", self.world_size)
         require_equal("reduce_scatter: own input", input_list[self.rank].numel(), "output", output.numel())
         # gloo reduces each member of the list by a ring of its own
@@ -179,11 +183,13 @@ class Communicator(Calls):
         self, tensor: Tensor, op: Any = SUM, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
         """Reduces `tensor` in place; all ranks end with equal bits."""
-        (tensor,), op = premultiplied([tensor], op, in_place=True)
-        native = native or partial(dist.all_reduce, tensor, op=op, group=self.group, async_op=async_op)
+        if native is None:
+            _, op = premultiplied([tensor], op, in_place=True)
+            native = partial(dist.all_reduce, tensor, op=op, group=self.group, async_op=async_op)
         plan = self._plan(Operation.ALL_REDUCE, tensor, tensor.numel(), op)
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, tensor)
+        _, op = premultiplied([tensor], op, in_place=True)
         collective = AllReduce(plan.reduction, op == AVG, _threads(plan))
         return self._run(collective, plan, [tensor], [tensor], async_op, in_place=[(0, 0)])
 
@@ -191,13 +197,15 @@ class Communicator(Calls):
         self, tensors: Sequence[Tensor], op: Any = SUM, async_op: bool = False, native: Native | None = None
     ) -> Work | None:
         """Reduces several tensors in place, as one flat tensor, which is what gloo does."""
-        tensors, op = premultiplied(tensors, op, in_place=True)
-        native = native or partial(dist.all_reduce_coalesced, tensors, op=op, group=self.group, async_op=async_op)
+        if native is None:
+            _, op = premultiplied(tensors, op, in_place=True)
+            native = partial(dist.all_reduce_coalesced, tensors, op=op, group=self.group, async_op=async_op)
         plan = None
         if len({tensor.dtype for tensor in tensors}) == 1:
             plan = self._plan(Operation.ALL_REDUCE, tensors[0], sum(tensor.numel() for tensor in tensors), op)
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, *tensors)
+        _, op = premultiplied(tensors, op, in_place=True)
         collective = _FlatAllReduce(AllReduce(plan.reduction, op == AVG, _threads(plan)))
         same = [(i, i) for i in range(len(tensors))]
         return self._run(collective, plan, tensors, tensors, async_op, in_place=same)

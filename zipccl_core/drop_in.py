@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from zipccl_core._autoload import BACKEND, register
+
 logger = logging.getLogger("zipccl")
 
 VARIABLE = "ZIPCCL"
-BACKEND = "zipccl"
 ALIASED = frozenset({"gloo", "nccl"})
 """The backends whose groups become zipccl's."""
 SUPPORTED = "torch 2.13"
@@ -66,6 +67,7 @@ def install(config: Any = None) -> None:
         config: a ZipCCLConfig, or a mapping of its keys, of groups for which the program passes none; by default the
             default group's, else what the environment says.
     """
+    register()
     _State.config = config
     helper = getattr(c10d, _HELPER, None)
     if installed():
@@ -84,6 +86,20 @@ def install(config: Any = None) -> None:
 def installed() -> bool:
     """Whether `install` is in force."""
     return hasattr(getattr(c10d, _HELPER, None), "_zipccl_replaces")
+
+
+def snapshot() -> tuple[bool, Any]:
+    """Whether it is in force and with which configuration, for `restore`."""
+    return installed(), _State.config
+
+
+def restore(snapshot: tuple[bool, Any]) -> None:
+    """Makes it as it was."""
+    was_installed, config = snapshot
+    if was_installed:
+        install(config)
+    else:
+        uninstall()
 
 
 def uninstall() -> None:
@@ -129,7 +145,7 @@ def _aliasing(helper: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError:
             return helper(*args, **kwargs)  # which says what is wrong
         name = given.arguments["backend"]
-        backends = _backends(name)
+        backends = backends_of(name)
         if not backends:
             return helper(*args, **kwargs)
         world = c10d._world
@@ -148,8 +164,9 @@ def _aliasing(helper: Callable[..., Any]) -> Callable[..., Any]:
     return new_process_group_helper
 
 
-def _backends(name: Any) -> dict[str, str]:
-    """Native backend by type of device, of a group to alias; empty for all others."""
+def backends_of(name: Any) -> dict[str, str]:
+    """Native backend by type of device, of a group of gloo and NCCL that was asked for by this name; empty for all
+    others."""
     text = str(name).lower()
     if text != "undefined" and not ALIASED.issuperset(part.rpartition(":")[2] for part in text.split(",")):
         return {}

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from zipccl_core.communicator import Communicator
+from zipccl_core.compilation import hide_from_compilation
 from zipccl_core.config import ZipCCLConfig
+from zipccl_core.drop_in import backends_of
 from zipccl_core.errors import UnsupportedVersionError
 from zipccl_core.groups import GroupCommunicators
 from zipccl_core.observe.statistics import Statistics
@@ -29,7 +31,7 @@ except ImportError as error:
 __all__ = ["CommunicatorState", "CompressedAllGather", "CompressedReduceScatter", "ddp_comm_hook", "stats"]
 
 HOOKS_SPACE = 2
-_COMMUNICATORS = GroupCommunicators(HOOKS_SPACE)
+_COMMUNICATORS = GroupCommunicators(HOOKS_SPACE, checks=True)
 atexit.register(_COMMUNICATORS.let_go)
 
 
@@ -43,8 +45,10 @@ class CommunicatorState:
 
     Args:
         group: a torch group; None is the default group.
-        config: a `ZipCCLConfig` or a mapping of its keys; by default what the environment says. The first hook that
-            uses a group decides for all.
+        config: a `ZipCCLConfig` or a mapping of its keys; by default what the environment says. All hooks of a group
+            must have the same, on all ranks: another is a ConfigError at the first call.
+
+    A copy, of a copied or pickled model, is for the default group, like the model.
 
     Raises:
         ConfigError: the configuration cannot be.
@@ -56,11 +60,16 @@ class CommunicatorState:
         self.group = group
         self.config = ZipCCLConfig.of(config)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None}
+
     def communicator(self, group: dist.ProcessGroup | None = None) -> Communicator | None:
         """That of `group`, else of the state's group; None where calls go to the group itself: it has one rank,
-        or compresses on its own."""
+        compresses on its own, or is neither of gloo nor of NCCL."""
         group = group or self.group or dist.group.WORLD
         if group is None or isinstance(group, ZipCCLProcessGroup) or group.size() == 1:
+            return None
+        if group not in _COMMUNICATORS and not backends_of(dist.get_backend_config(group)):
             return None
         return _COMMUNICATORS.of(group, self.config)
 
@@ -82,6 +91,9 @@ def ddp_comm_hook(
     work: Any = native() if communicator is None else communicator.all_reduce(gradients, async_op=True, native=native)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: (done.value(), gradients)[1])
     return future
+
+
+hide_from_compilation(ddp_comm_hook)
 
 
 class _FSDPCommunication:

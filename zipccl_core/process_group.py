@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
-from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
 from zipccl_core.agreement import check_agreement
 from zipccl_core.arguments import multiplied, options_of, waited
 from zipccl_core.collective.work import JoinedWork, completed_work
 from zipccl_core.communicator import Communicator
+from zipccl_core.compilation import hide_from_compilation
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.drop_in import Asked, batch_messages
 from zipccl_core.observe.statistics import Statistics
@@ -30,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zipccl")
 
+ENDED = Statistics()
+"""What the groups of this process sent that were shut down."""
 GLOO, NCCL = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -81,6 +80,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
             group._set_default_backend(default)
         self._backend_name = "zipccl" if asked is None else self._plain.name()
         self._coalescing: list[Work] | None = None
+        self.is_shut_down = False
         self.communicator = Communicator(self._plain, config, name=name, space=0, store=store)
         check_agreement(store, rank, self.communicator.config.agreement(), name)
         batch_messages()
@@ -355,6 +355,9 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
         try:
             self.communicator.close()
         finally:
+            if not self.is_shut_down:
+                self.is_shut_down = True
+                ENDED.merge(self.stats())
             self._plain.shutdown()
 
     def abort(self) -> None:
@@ -364,19 +367,7 @@ class ZipCCLProcessGroup(dist.ProcessGroup):
             self._plain.abort()
 
 
-def _hide_from_compilation(kind: type) -> None:
-    """Lets torch.compile run a class's methods, and what they call, as they are.
-
-    C++ calls them while it watches (DDP's reducer in a compiled model, an operation after a graph break); it would
-    compile them, and fails.
-    """
-    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    for member in vars(kind).values():
-        if isinstance(member, FunctionType):
-            set_code_exec_strategy(member.__code__, skip)
-
-
-_hide_from_compilation(ZipCCLProcessGroup)
+hide_from_compilation(*vars(ZipCCLProcessGroup).values())
 
 
 def create(options: Any, backend_options: Any) -> ZipCCLProcessGroup:

@@ -33,7 +33,7 @@ class Communicators:
 
     def __init__(self) -> None:
         self.config: ZipCCLConfig | None = None
-        self._groups = GroupCommunicators(ADAPTER_SPACE)
+        self._groups = GroupCommunicators(ADAPTER_SPACE, checks=False)
         self._world: Any = None
         """The default group in which the section was read."""
         self._worlds = 0
@@ -78,12 +78,12 @@ class Communicators:
         if self._world is not None and self._world not in c10d._world.pg_map:
             self.config, self._world = None, None  # the section was that of a world that is no more
 
-    def forget(self, group: Any = None) -> None:
-        """Ends the communicator of a group; without one, all, and the configuration and counters with them."""
+    def end(self, group: Any = None) -> None:
+        """Ends the communicator of a group; without one, all, and the configuration with them. Counters stay."""
         if group is not None:
             self._groups.end(group)
         else:
-            self._groups.forget()
+            self._groups.end_all()
             self.config, self._world = None, None
 
     def stats(self) -> Statistics:
@@ -95,7 +95,8 @@ COMMUNICATORS = Communicators()
 
 
 def stats() -> Statistics:
-    """What deepspeed.comm sent compressed in this process so far: counters, `.table()`, and `.flat()` for a monitor."""
+    """What deepspeed.comm sent compressed in this process so far, in destroyed groups too: counters, `.table()`, and
+    `.flat()` for a monitor."""
     return COMMUNICATORS.stats()
 
 
@@ -255,7 +256,7 @@ class ZipCCLBackendMixin:
 
     def destroy_process_group(self, group: Any = None) -> Any:
         """Ends the group's communicator, then the group."""
-        COMMUNICATORS.forget(None if group is None or group is dist.group.WORLD else group)
+        COMMUNICATORS.end(None if group is None or group is dist.group.WORLD else group)
         return super().destroy_process_group(group)  # type: ignore[misc]
 
 

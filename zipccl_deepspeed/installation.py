@@ -50,7 +50,7 @@ class _Installation:
         self.config_class.__init__ = init
 
     def take_out(self) -> None:
-        COMMUNICATORS.forget()
+        COMMUNICATORS.end()
         self.comm.TorchBackend = self.original_backend
         self.config_class.__init__ = self.original_init
         if self._adopted is not None:

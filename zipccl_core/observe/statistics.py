@@ -77,10 +77,18 @@ class Statistics:
         """All counters added up."""
         total = cls()
         for statistics in many:
-            for operation in statistics:
-                counters = statistics[operation]
-                total.add(operation, **{field.name: getattr(counters, field.name) for field in fields(counters)})
+            total.merge(statistics)
         return total
+
+    def merge(self, other: Statistics) -> None:
+        """Adds the counters of another."""
+        for operation in list(other):
+            counters = other[operation]
+            self.add(operation, **{field.name: getattr(counters, field.name) for field in fields(counters)})
+
+    def clear(self) -> None:
+        """Back to nothing; in a forked child, too, where a thread of the parent's may have held the lock."""
+        self._lock, self._operations = threading.Lock(), {}
 
     def flat(self, prefix: str = "zipccl") -> dict[str, float]:
         """Every counter, and the ratio, as a float under `zipccl/<operation>/<counter>`: what trackers take."""
