@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import accelerate
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import KwargsHandler
 from torch import nn
 
 from zipccl_accelerate import modes
@@ -24,11 +25,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zipccl_accelerate.modes import Mode
+    from zipccl_core.config import ZipCCLConfig
 
 logger = logging.getLogger("zipccl")
 
 _MODE = "_zipccl_mode"  # of an Accelerator with the plugin
 _originals: dict[str, Callable[..., Any]] = {}
+
+
+class Handler(KwargsHandler):  # type: ignore[misc]  # accelerate has no types
+    """A kwargs handler that Accelerate does not know: what `ZipCCLPlugin` is."""
+
+    @property
+    def config(self) -> ZipCCLConfig:
+        """What is to be compressed, and how."""
+        raise NotImplementedError
 
 
 def install() -> None:
@@ -67,14 +78,12 @@ def _with_plugin(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-        from zipccl_accelerate.plugin import ZipCCLPlugin
-
         bound = signature.bind(self, *args, **kwargs)
         handlers = list(bound.arguments.get("kwargs_handlers") or [])
-        plugins = [handler for handler in handlers if isinstance(handler, ZipCCLPlugin)]
+        plugins = [handler for handler in handlers if isinstance(handler, Handler)]
         if len(plugins) > 1:
             raise ValueError("You can only pass one ZipCCLPlugin in `kwargs_handlers`.")
-        bound.arguments["kwargs_handlers"] = [each for each in handlers if not isinstance(each, ZipCCLPlugin)] or None
+        bound.arguments["kwargs_handlers"] = [each for each in handlers if not isinstance(each, Handler)] or None
         if not plugins:
             if not dist.is_initialized():
                 modes.take_back()

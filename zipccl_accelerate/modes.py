@@ -19,11 +19,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.nn.parallel import DistributedDataParallel
 
 from zipccl_core import drop_in
-from zipccl_core._autoload import BACKEND
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import ConfigError, UnsupportedVersionError
 from zipccl_core.hooks import CommunicatorState, CompressedAllGather, CompressedReduceScatter, ddp_comm_hook
 from zipccl_core.process_group import ZipCCLProcessGroup
+from zipccl_core.registration import BACKEND
 
 logger = logging.getLogger("zipccl")
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from accelerate.utils import KwargsHandler
-
-from zipccl_accelerate.installation import install
+from zipccl_accelerate.installation import Handler, install
 from zipccl_core.config import OperationConfig, ZipCCLConfig
 from zipccl_core.groups import stats
 
 
 @dataclass
-class ZipCCLPlugin(KwargsHandler):  # type: ignore[misc]  # accelerate has no types
+class ZipCCLPlugin(Handler):
     """Makes the collectives of an Accelerator compressed: of DDP, FSDP2, and DeepSpeed.
 
     The fields are the keys of `ZipCCLConfig`. One that is not given is what `ZIPCCL_<FIELD>` says, else its default;

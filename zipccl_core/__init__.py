@@ -7,7 +7,7 @@ nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zipccl_core._autoload import register
+from zipccl_core.registration import register
 
 if TYPE_CHECKING:
     from zipccl_core.codec.base import Codec, compress, decompress

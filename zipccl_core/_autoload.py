@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
-BACKEND = "zipccl"
+from zipccl_core.registration import register
 
 
 def autoload() -> None:
@@ -29,15 +28,6 @@ def autoload() -> None:
             logging.getLogger("zipccl").exception("zipccl: ZIPCCL has no effect; groups of nccl and gloo stay native")
 
 
-def register() -> None:
-    """Makes `zipccl` a backend of torch.distributed. Repeating it does nothing."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or BACKEND in dist.Backend.backend_list:
-        return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
 def _drop_in() -> None:
     import torch.distributed as dist
 
@@ -46,9 +36,3 @@ def _drop_in() -> None:
 
         if drop_in.wanted():
             drop_in.install()
-
-
-def _create(options: Any, backend_options: Any) -> Any:
-    from zipccl_core.process_group import create
-
-    return create(options, backend_options)

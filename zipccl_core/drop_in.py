@@ -11,37 +11,21 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from zipccl_core._autoload import BACKEND, register
+from zipccl_core.native_groups import Asked, backends_of, batch_messages
+from zipccl_core.registration import BACKEND, register
 
 logger = logging.getLogger("zipccl")
 
 VARIABLE = "ZIPCCL"
-ALIASED = frozenset({"gloo", "nccl"})
-"""The backends whose groups become zipccl's."""
 SUPPORTED = "torch 2.13"
 
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
-_HELPER, _BATCH = "_new_process_group_helper", "batch_isend_irecv"
+_HELPER = "_new_process_group_helper"
 _USED = {"group_rank", "backend", "backend_options"}
-
-
-class Asked(NamedTuple):
-    """What a program asked for, in the place of its backend options.
-
-    Attributes:
-        backends: native backend by type of device.
-        options: the program's own: native options, a ZipCCLConfig, or None.
-        config: of `install`.
-    """
-
-    backends: Mapping[str, str]
-    options: Any
-    config: Any
 
 
 class _State:
@@ -110,30 +94,6 @@ def uninstall() -> None:
         setattr(c10d, _HELPER, replaced)
 
 
-def batch_messages() -> None:
-    """Lets `batch_isend_irecv` send a zipccl group's messages between GPUs as one batch. Repeating it does nothing.
-
-    torch batches those of its own type of group only; NCCL needs it, since two ranks that both send first would wait
-    for each other.
-    """
-    native = getattr(c10d, _BATCH, None)
-    if not callable(native) or hasattr(native, "_zipccl_replaces"):
-        return
-
-    @functools.wraps(native)
-    def batch_isend_irecv(p2p_op_list: Any) -> Any:
-        if not isinstance(p2p_op_list, list) or not p2p_op_list:
-            return native(p2p_op_list)
-        batch = getattr(getattr(p2p_op_list[0], "group", None), "batch_of", None)
-        works = batch(p2p_op_list) if batch is not None else None
-        return native(p2p_op_list) if works is None else works
-
-    batch_isend_irecv._zipccl_replaces = native  # type: ignore[attr-defined]
-    if getattr(dist, _BATCH, None) is native:
-        setattr(dist, _BATCH, batch_isend_irecv)
-    setattr(c10d, _BATCH, batch_isend_irecv)
-
-
 def _aliasing(helper: Callable[..., Any]) -> Callable[..., Any]:
     """torch's maker of groups, inside of which the name of the backend is another one."""
     signature = inspect.signature(helper)
@@ -162,22 +122,6 @@ def _aliasing(helper: Callable[..., Any]) -> Callable[..., Any]:
 
     new_process_group_helper._zipccl_replaces = helper  # type: ignore[attr-defined]
     return new_process_group_helper
-
-
-def backends_of(name: Any) -> dict[str, str]:
-    """Native backend by type of device, of a group of gloo and NCCL that was asked for by this name; empty for all
-    others."""
-    text = str(name).lower()
-    if text != "undefined" and not ALIASED.issuperset(part.rpartition(":")[2] for part in text.split(",")):
-        return {}
-    if getattr(c10d, "_use_torchcomms_enabled", bool)():
-        return {}
-    try:
-        backends = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
-    except Exception:
-        return {}  # torch says what is wrong with it
-    found = {str(device): str(backend) for device, backend in backends.items()}
-    return found if ALIASED.issuperset(found.values()) else {}
 
 
 def _tell(name: str, rank: int) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from zipccl_core.communicator import Communicator
 from zipccl_core.compilation import hide_from_compilation
 from zipccl_core.config import ZipCCLConfig
-from zipccl_core.drop_in import backends_of
 from zipccl_core.errors import UnsupportedVersionError
 from zipccl_core.groups import GroupCommunicators
+from zipccl_core.native_groups import backends_of
 from zipccl_core.observe.statistics import Statistics
 from zipccl_core.process_group import ZipCCLProcessGroup
 

@@ -17,7 +17,7 @@ from zipccl_core.collective.work import JoinedWork, completed_work
 from zipccl_core.communicator import Communicator
 from zipccl_core.compilation import hide_from_compilation
 from zipccl_core.config import ZipCCLConfig
-from zipccl_core.drop_in import Asked, batch_messages
+from zipccl_core.native_groups import Asked, batch_messages
 from zipccl_core.observe.statistics import Statistics
 
 if TYPE_CHECKING:

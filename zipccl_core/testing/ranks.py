@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from zipccl_core._autoload import register
 from zipccl_core.config import ZipCCLConfig
+from zipccl_core.registration import register
 
 Result = TypeVar("Result")
 
