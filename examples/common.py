@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from training import VOCABULARY, batches, leave
+
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # names that DeepSpeed uses and torch renamed
 
 __all__ = ["VOCABULARY", "load_config", "parse_arguments", "report", "skip_op_builds", "train"]
 

@@ -149,7 +149,7 @@ def main() -> int:
     same_losses = losses == [rank.losses for rank in native]
     same_weights = weights == [rank.weights for rank in native]
     print(f"losses equal: {same_losses}, weights equal: {same_weights}")
-    print(f"sent by all ranks: {sent('wire_nbytes') / 1e6:.1f} MB, natively {sent('raw_nbytes') / 1e6:.1f} MB")
+    print(f"sent by all ranks: {sent('wire_nbytes') / 1e6:.1f} MB, instead of {sent('raw_nbytes') / 1e6:.1f} MB")
     if arguments.output:
         result = {backend: [rank._asdict() for rank in run] for backend, run in runs.items()}
         arguments.output.write_text(json.dumps(result))

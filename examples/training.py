@@ -55,7 +55,9 @@ def report(losses: list[float], module: torch.nn.Module, counters: Mapping[str, 
             if name.endswith("/raw_nbytes"):
                 operation = name.split("/")[1]
                 wire_mb, raw_mb = total[name.replace("raw_nbytes", "wire_nbytes")] / 1e6, total[name] / 1e6
-                print(f"{operation}: all ranks sent {wire_mb:.2f} MB, natively {raw_mb:.2f} MB")
+                n_native = round(total[name.replace("raw_nbytes", "native_calls")])
+                compressed = f"{wire_mb:.2f} MB sent instead of {raw_mb:.2f}" if raw_mb else "nothing compressed"
+                print(f"{operation}, all ranks: {compressed}; {n_native} native calls")
         if output:
             summary = {name: [rank[name] for rank in ranks] for name in ("losses", "weights")}
             output.write_text(json.dumps({**summary, "counters": total}))

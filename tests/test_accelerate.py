@@ -484,6 +484,21 @@ def test_one_process_and_a_disabled_plugin() -> None:
     assert [each[1:] for each in disabled] == [(0, False)] * 2
 
 
+def test_one_process_of_a_launch_of_several_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """On CPUs, Accelerate makes no group under torchrun unless it is told to: each process trains alone."""
+
+    def body(rank: int, world_size: int) -> tuple[int, str]:
+        caplog.clear()
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        accelerator = Accelerator(kwargs_handlers=[ZipCCLPlugin()])
+        return accelerator.num_processes, caplog.text
+
+    for processes, told in run_ranks(body, 2, backend=None):
+        assert processes == 1
+        assert "nothing to compress, though WORLD_SIZE is 2" in told
+        assert "ACCELERATE_USE_CPU=true" in told
+
+
 def test_fields_are_the_keys_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [field.name for field in fields(ZipCCLPlugin)] == list(ZipCCLConfig.model_fields)
     assert ZipCCLPlugin().config == ZipCCLConfig()

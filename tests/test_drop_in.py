@@ -102,6 +102,15 @@ def test_unmodified_program(native: list[str], backend: str) -> None:
     assert "unknown environment variable" not in err
 
 
+def test_disabled_by_the_configuration() -> None:
+    """ZipCCL's groups, with nothing in frames; the log does not say that it is active."""
+    (out, err, code), _ = run_program("gloo", **{**ON, "ZIPCCL_ENABLED": "false"})
+    assert code == 0, err
+    assert not any(json.loads(out.strip().split("|")[-1]))
+    assert "zipccl is active" not in err
+    assert err.count("enabled is false") == 1
+
+
 def test_bad_configuration_is_an_error() -> None:
     for _, err, code in run_program("gloo", **{**ON, "ZIPCCL_CODEC": "kodec"}):
         assert code != 0
@@ -109,7 +118,17 @@ def test_bad_configuration_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "on"), [("1", True), ("true", True), ("ON", True), ("0", False), ("off", False), ("", False)]
+    ("value", "on"),
+    [
+        ("1", True),
+        ("true", True),
+        ("ON", True),
+        ("yes", True),
+        ("0", False),
+        ("off", False),
+        ("no", False),
+        ("", False),
+    ],
 )
 def test_values(value: str, on: bool, caplog: pytest.LogCaptureFixture) -> None:
     assert drop_in.wanted({"ZIPCCL": value}) is on
@@ -119,7 +138,7 @@ def test_values(value: str, on: bool, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_value_that_is_none(caplog: pytest.LogCaptureFixture) -> None:
     assert not drop_in.wanted({"ZIPCCL": "maybe"})
-    assert "ZIPCCL='maybe' is ignored; allowed: 1, true, on" in caplog.text
+    assert "ZIPCCL='maybe' is ignored; allowed: 1, true, yes, on;" in caplog.text
 
 
 LOADER = """

@@ -20,6 +20,6 @@ def __getattr__(name: str) -> Any:
             if error.name != "accelerate":
                 raise
             raise ModuleNotFoundError(
-                "Accelerate is not installed: pip install 'zipccl[accelerate]'", name="accelerate"
+                "Accelerate is not installed: pip install accelerate==1.15.0", name="accelerate"
             ) from error
     raise AttributeError(f"module 'zipccl_accelerate' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import accelerate
@@ -93,11 +94,21 @@ def _with_plugin(original: Callable[..., None]) -> Callable[..., None]:
             original(*bound.args, **bound.kwargs)
         mode.started(self)
         setattr(self, _MODE, mode)
-        if mode.config.enabled and self.num_processes > 1 and self.is_main_process:
+        if mode.config.enabled and self.num_processes == 1:
+            _tell_alone()
+        elif mode.config.enabled and self.is_main_process:
             logger.warning("zipccl: %s: %s", mode.description, mode.config.model_dump_json())
         return None
 
     return init
+
+
+def _tell_alone() -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    hint = ""
+    if world_size > 1:
+        hint = f", though WORLD_SIZE is {world_size}: on CPUs, say Accelerator(cpu=True) or ACCELERATE_USE_CPU=true"
+    logger.warning("zipccl: this Accelerator has one process: there is nothing to compress%s", hint)
 
 
 def _with_models(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ logger = logging.getLogger("zipccl")
 VARIABLE = "ZIPCCL"
 SUPPORTED = "torch 2.13"
 
-_ON, _OFF = ("1", "true", "on"), ("0", "false", "off", "")
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _HELPER = "_new_process_group_helper"
 _USED = {"group_rank", "backend", "backend_options"}
 
@@ -38,7 +38,9 @@ def wanted(environ: Mapping[str, str] = os.environ) -> bool:
     text = environ.get(VARIABLE, "")
     value = text.strip().lower()
     if value not in _ON + _OFF:
-        logger.warning("zipccl: %s=%r is ignored; allowed: 1, true, on; 0, false, off or empty", VARIABLE, text)
+        logger.warning(
+            "zipccl: %s=%r is ignored; allowed: 1, true, yes, on; 0, false, no, off or empty", VARIABLE, text
+        )
     return value in _ON
 
 
@@ -117,20 +119,21 @@ def _aliasing(helper: Callable[..., Any]) -> Callable[..., Any]:
         if len(world.pg_map) > n_groups:  # else this rank is no member, or the group existed
             world.pg_map[group] = (name, world.pg_map[group][1])
             world.pg_backend_config[group] = ",".join(f"{device}:{backend}" for device, backend in backends.items())
-            _tell(str(name), given.arguments["group_rank"])
+            _tell(str(name), given.arguments["group_rank"], group.communicator.config.enabled)
         return made
 
     new_process_group_helper._zipccl_replaces = helper  # type: ignore[attr-defined]
     return new_process_group_helper
 
 
-def _tell(name: str, rank: int) -> None:
+def _tell(name: str, rank: int, enabled: bool) -> None:
     if _State.told:
         return
     _State.told = True
     if rank == 0:
+        by = f"{VARIABLE}=1" if _State.config is None else "installed by the program"
+        what = "is active" if enabled else "is installed, but enabled is false, so that everything goes natively"
+        asked = "without naming a backend" if name == "undefined" else f"as {name!r}"
         logger.warning(
-            "zipccl is active (%s): groups of gloo and nccl are zipccl's from here on, first one asked for as %r",
-            f"{VARIABLE}=1" if _State.config is None else "installed by the program",
-            name,
+            "zipccl %s (%s): groups of gloo and nccl are zipccl's from here on, first one asked for %s", what, by, asked
         )

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/torchtitan/train_on_cpu.py llama3               # gloo
     ZIPCCL=1 torchrun --nproc-per-node 2 examples/torchtitan/train_on_cpu.py llama3      # the same through ZipCCL
+    ZIPCCL=1 ZIPCCL_STRATEGY=always torchrun ...                                         # its small messages, too
     ZIPCCL=1 torchrun ... train_on_cpu.py llama3 --parallelism.tensor_parallel_degree 2  # any option of TorchTitan
 
 There is nothing about ZipCCL in what trains; statistics are printed at the end. The released package is used as it is.
