@@ -25,7 +25,7 @@ from zipccl_core.collective.transport import ProcessGroupTransport
 from zipccl_core.collective.wire import Wire
 from zipccl_core.collective.worker import Worker
 from zipccl_core.observe.statistics import Statistics
-from zipccl_core.strategy.base import Operation
+from zipccl_core.strategy.operation import Operation
 
 CAP = 0.08
 MODES: dict[str, tuple[float | None, bool]] = {

@@ -22,7 +22,7 @@ from report import Row
 
 from zipccl_core import Communicator, ZipCCLConfig
 from zipccl_core.codec.reduction import Reduction
-from zipccl_core.strategy.base import Operation
+from zipccl_core.strategy.operation import Operation
 
 BF16 = torch.bfloat16
 TIMEOUT_S = 120

@@ -48,7 +48,7 @@ def test_defaults() -> None:
         ({"codec": {"id": "exponent", "sigma": -2}}, "codec 'exponent': sigma = -2: .*greater than 0"),
         ({"codec": 3}, "codec = 3"),
         ({"codec": {"id": ["x"]}}, "needs an 'id'"),
-        ({"strategy": "sometimes"}, "unknown strategy 'sometimes'; known: always, .*never, threshold"),
+        ({"strategy": "sometimes"}, "unknown strategy 'sometimes'; known: adaptive, always, .*never, threshold"),
         ({"strategy": {"id": "threshold", "min_nbytes": -1}}, "min_nbytes = -1: .*greater than or equal to 0"),
         ({"reduction": "fp16"}, "reduction = 'fp16': .*'fp32' or 'gloo'"),
         ({"chunk_nbytes": 5}, "chunk_nbytes = 5: .*greater than or equal to 2048"),

@@ -17,7 +17,7 @@ from zipccl_core import Communicator, ExponentCodec, ZipCCLConfig
 from zipccl_core.collective.device.exchange import Exchange
 from zipccl_core.collective.device.path import DeviceWork
 from zipccl_core.collective.device.patterns import Gather
-from zipccl_core.strategy.base import Operation
+from zipccl_core.strategy.operation import Operation
 from zipccl_core.testing import run_ranks, same_bits
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")

@@ -17,7 +17,7 @@ from zipccl_core import Codec, Communicator, ExponentCodec, FrameLayout, Transpo
 from zipccl_core.collective.device import exchange
 from zipccl_core.collective.device.patterns import Gather
 from zipccl_core.kernels import OVERFLOW
-from zipccl_core.strategy.base import Operation
+from zipccl_core.strategy.operation import Operation
 from zipccl_core.testing import run_ranks, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from zipccl_core.errors import ConfigError, TransportError, UnsupportedVersionError, WireFormatError, ZipCCLError
     from zipccl_core.observe.statistics import OperationStatistics, Statistics
     from zipccl_core.process_group import ZipCCLProcessGroup
-    from zipccl_core.strategy.base import NATIVE, Call, Operation, Plan, Strategy
+    from zipccl_core.strategy.adaptive import AdaptiveStrategy
+    from zipccl_core.strategy.base import NATIVE, Call, Plan, Strategy
     from zipccl_core.strategy.fixed import AlwaysStrategy, NeverStrategy, ThresholdStrategy
+    from zipccl_core.strategy.operation import Operation
 
 _HOME = {
+    "AdaptiveStrategy": "strategy.adaptive",
     "AlwaysStrategy": "strategy.fixed",
     "Call": "strategy.base",
     "Codec": "codec.base",
@@ -33,7 +36,7 @@ _HOME = {
     "FrameLayout": "codec.frame",
     "NATIVE": "strategy.base",
     "NeverStrategy": "strategy.fixed",
-    "Operation": "strategy.base",
+    "Operation": "strategy.operation",
     "OperationConfig": "config",
     "OperationStatistics": "observe.statistics",
     "Plan": "strategy.base",
@@ -53,6 +56,7 @@ _HOME = {
 
 __all__ = [
     "NATIVE",
+    "AdaptiveStrategy",
     "AlwaysStrategy",
     "Call",
     "Codec",

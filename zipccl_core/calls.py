@@ -26,7 +26,11 @@ from zipccl_core.collective.worker import EXIT_PATIENCE_S, Worker
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import ZipCCLError
 from zipccl_core.observe.statistics import Statistics
-from zipccl_core.strategy.base import Operation, Plan
+from zipccl_core.probe import GroupProbe
+from zipccl_core.strategy.adaptive import AdaptiveStrategy
+from zipccl_core.strategy.base import Call, Known, Plan
+from zipccl_core.strategy.operation import Operation
+from zipccl_core.strategy.switcher import Switcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +46,7 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 Native = Callable[[], Any]
 
 _ADDITIONS = (SUM, AVG, dist.ReduceOp.PREMUL_SUM)
+_Key = tuple[Operation, torch.dtype, "int | None"]
 _REDUCTIONS = (Operation.REDUCE_SCATTER, Operation.ALL_REDUCE)
 _MOST_PLANS = 4096
 _MOST_OPEN_SENDS = 64
@@ -80,8 +85,16 @@ class Calls:
     def configure(self, config: ZipCCLConfig) -> None:
         """Changes the configuration; all ranks must do so between the same two calls."""
         self.config = config
-        self._plans: dict[tuple[Operation, torch.dtype, int | None], Plan] = {}
+        self._plans: dict[_Key, Plan] = {}
+        self._measured: dict[_Key, Call | None] = {}
         self._works_on.clear()
+        probe = GroupProbe(self.group, self.transport, self._call_numbers, self.name)
+        made: dict[AdaptiveStrategy, Switcher] = {}
+        self._switchers: dict[Operation, Switcher] = {}
+        for operation in Operation:
+            strategy = config.strategy_of(operation)
+            if isinstance(strategy, AdaptiveStrategy) and operation != Operation.SEND_RECV:
+                self._switchers[operation] = made.setdefault(strategy, Switcher(strategy, probe))
 
     def stats(self) -> Statistics:
         """The counters of this group so far."""
@@ -102,25 +115,67 @@ class Calls:
             for path in self._paths.values():
                 stack.callback(path.mover.abort)
 
-    def _plan(self, operation: Operation, tensor: Tensor, numel: int | None, op: Any = SUM) -> Plan | None:
-        """The plan of a compressed call, or None for a native one. All that it looks at is equal on all ranks."""
+    def _plan(
+        self,
+        operation: Operation,
+        tensor: Tensor,
+        numel: int | None,
+        op: Any = SUM,
+        *,
+        own_numel: int | None = None,
+        has_values: bool = True,
+    ) -> Plan | None:
+        """The plan of a compressed call, or None for a native one. All that decides is equal on all ranks.
+
+        Args:
+            operation: of the call.
+            tensor: one of those that this rank contributes.
+            numel: of all of them, where every rank contributes as many; else None.
+            op: of a reduction.
+            own_numel: of all of them, here, where it is not the tensor's.
+            has_values: whether the tensor has values before the call.
+        """
         if self.world_size == 1 or not self.config.enabled or not is_plain(tensor):
             return None
         # not `op in _ADDITIONS`, which is always false for the ReduceOp objects that torch passes
         if operation in _REDUCTIONS and not (tensor.dtype in REDUCIBLE and any(op == each for each in _ADDITIONS)):
             return None
+        where = tensor.device
+        on_cpu = where.type == "cpu" and where not in self._devices
         key = (operation, tensor.dtype, numel)
+        switcher = self._switchers.get(operation) if on_cpu else None
+        known = None
+        if switcher is not None:
+            own_numel = numel if own_numel is None else own_numel
+            known = self._known(switcher, key, tensor, own_numel, has_values)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MOST_PLANS:  # sizes that change from step to step
                 self._plans.clear()
-            plan = self._plans[key] = self.config.plan(operation, tensor.dtype, numel, self.world_size)
+            plan = self._plans[key] = self.config.plan(*key, self.world_size, known)
         if plan.codec is None:
             return None
-        where = tensor.device
-        if where.type == "cpu" and where not in self._devices:
-            return plan
-        return plan if self._works(where, operation) else None
+        return plan if on_cpu or self._works(where, operation) else None
+
+    def _known(
+        self, switcher: Switcher, key: _Key, tensor: Tensor, own_numel: int | None, has_values: bool
+    ) -> Known | None:
+        """What all ranks know for the next call of an operation. It may wait for them, and measure."""
+        if key not in self._measured:
+            if len(self._measured) >= _MOST_PLANS:
+                self._measured.clear()
+            call = self.config.call(*key, self.world_size)
+            self._measured[key] = call if call is not None and switcher.measures(call) else None
+        call = self._measured[key]
+        if call is None:
+            return None
+        if not switcher.has_measured(call.operation):
+            self._worker.drain()
+        nbytes = (tensor.numel() if own_numel is None else own_numel) * tensor.element_size()
+        known, changed = switcher.known(call, nbytes, tensor if has_values else None)
+        if changed:
+            self._plans.clear()
+        return known
 
     def _works(self, where: torch.device, operation: Operation) -> bool:
         """Whether an operation's frames can be made on a device: on all ranks, which ask each other once."""

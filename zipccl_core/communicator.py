@@ -21,7 +21,8 @@ from zipccl_core.collective.point_to_point import Recv, Send
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
 from zipccl_core.collective.transport import COLLECTIVE_TAG
 from zipccl_core.collective.wire import Wire
-from zipccl_core.strategy.base import Operation, Plan
+from zipccl_core.strategy.base import Plan
+from zipccl_core.strategy.operation import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +120,8 @@ class Communicator(Calls):
     ) -> Work | None:
         """Sends `input_list[r]` to rank r, which receives it in its `output_list[rank]`."""
         native = native or partial(dist.all_to_all, output_list, input_list, group=self.group, async_op=async_op)
-        plan = self._plan(Operation.ALL_TO_ALL, input_list[0], None)
+        numel = sum(part.numel() for part in input_list)
+        plan = self._plan(Operation.ALL_TO_ALL, input_list[0], None, own_numel=numel)
         if plan is None:
             return self._native(Operation.ALL_TO_ALL, native, *input_list)
         require_equal("all_to_all: input list", len(input_list), "world size", self.world_size)
@@ -143,7 +145,7 @@ class Communicator(Calls):
         require_equal(
             "reduce_scatter_tensor: input", input.numel(), "world size times output", self.world_size * output.numel()
         )
-        reduction = Reduction(plan.reduction, op == AVG, input.numel(), self.rank * output.numel(), _threads(plan))
+        reduction = Reduction(plan.reduction, op == AVG, input.numel(), self.rank * output.numel(), plan.threads)
         in_sizes = [output.numel()] * self.world_size
         return self._run(
             AllToAllReduceScatter(reduction),
@@ -174,7 +176,7 @@ class Communicator(Calls):
         require_equal("reduce_scatter: input list", len(input_list), "world size", self.world_size)
         require_equal("reduce_scatter: own input", input_list[self.rank].numel(), "output", output.numel())
         # gloo reduces each member of the list by a ring of its own
-        reduction = Reduction(plan.reduction, op == AVG, output.numel(), 0, _threads(plan))
+        reduction = Reduction(plan.reduction, op == AVG, output.numel(), 0, plan.threads)
         return self._run(
             AllToAllReduceScatter(reduction), plan, [output], input_list, async_op, in_place=[(0, self.rank)]
         )
@@ -190,7 +192,7 @@ class Communicator(Calls):
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, tensor)
         _, op = premultiplied([tensor], op, in_place=True)
-        collective = AllReduce(plan.reduction, op == AVG, _threads(plan))
+        collective = AllReduce(plan.reduction, op == AVG, plan.threads)
         return self._run(collective, plan, [tensor], [tensor], async_op, in_place=[(0, 0)])
 
     def all_reduce_coalesced(
@@ -206,7 +208,7 @@ class Communicator(Calls):
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, *tensors)
         _, op = premultiplied(tensors, op, in_place=True)
-        collective = _FlatAllReduce(AllReduce(plan.reduction, op == AVG, _threads(plan)))
+        collective = _FlatAllReduce(AllReduce(plan.reduction, op == AVG, plan.threads))
         same = [(i, i) for i in range(len(tensors))]
         return self._run(collective, plan, tensors, tensors, async_op, in_place=same)
 
@@ -215,7 +217,7 @@ class Communicator(Calls):
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False, native: Native | None = None) -> Work | None:
         """Copies `tensor` of rank `src` of the group to all."""
         native = native or partial(dist.broadcast, tensor, group=self.group, async_op=async_op, group_src=src)
-        plan = self._plan(Operation.BROADCAST, tensor, tensor.numel())
+        plan = self._plan(Operation.BROADCAST, tensor, tensor.numel(), has_values=self.rank == src)
         if plan is None:
             return self._native(Operation.BROADCAST, native, tensor)
         own, others = ([tensor], []) if self.rank == src else ([], [tensor])
@@ -276,7 +278,3 @@ class _FlatAllReduce(Collective):
     ) -> Sequence[Exchange]:
         """One flat output and input."""
         return self._collective.exchanges(outputs, inputs, link, plan)
-
-
-def _threads(plan: Plan) -> int:
-    return getattr(plan.codec, "threads", None) or torch.get_num_threads()

@@ -16,10 +16,20 @@ from zipccl_core.codec.frame import VERSION
 from zipccl_core.codec.raw import RawCodec
 from zipccl_core.errors import ConfigError
 from zipccl_core.registry import describe
-from zipccl_core.strategy.base import NATIVE, Call, Operation, Plan, Strategy, strategies
+from zipccl_core.strategy.adaptive import AdaptiveStrategy
+from zipccl_core.strategy.base import NATIVE, Call, Known, Plan, Strategy, strategies
 from zipccl_core.strategy.fixed import AlwaysStrategy, NeverStrategy, ThresholdStrategy
+from zipccl_core.strategy.operation import Operation
 
-__all__ = ["AlwaysStrategy", "NeverStrategy", "OperationConfig", "RawCodec", "ThresholdStrategy", "ZipCCLConfig"]
+__all__ = [
+    "AdaptiveStrategy",
+    "AlwaysStrategy",
+    "NeverStrategy",
+    "OperationConfig",
+    "RawCodec",
+    "ThresholdStrategy",
+    "ZipCCLConfig",
+]
 
 logger = logging.getLogger("zipccl")
 
@@ -83,8 +93,8 @@ class ZipCCLConfig(_Section):
         enabled: false leaves everything native.
         codec: what tensors become on the wire: an id (`"exponent"`, `"raw"`, one of your own), a mapping with an `id`
             and the codec's fields, or an instance.
-        strategy: which calls are compressed: `"threshold"` (default, from 64 KiB on), `"always"`, `"never"`, a
-            mapping with an `id`, or an instance.
+        strategy: which way a call goes: `"threshold"` (default, compressed from 64 KiB on), `"adaptive"` (the fastest
+            that a measurement finds), `"always"`, `"never"`, a mapping with an `id`, or an instance.
         reduction: order of additions in compressed reduce-scatter and all-reduce. `fp32` adds in rank order in fp32
             and rounds once. `gloo` repeats native gloo's order and roundings, bit for bit.
         chunk_nbytes: bytes of a tensor in one frame. Encoding, wire and decoding of successive frames overlap. On a GPU
@@ -150,18 +160,28 @@ class ZipCCLConfig(_Section):
         """The codec of an operation's frames."""
         return self.operations.get(operation, OperationConfig()).codec or self.codec
 
-    def plan(self, operation: Operation, dtype: Any, numel: int | None, world_size: int) -> Plan:
-        """The plan for one call, from facts that are equal on all ranks."""
+    def strategy_of(self, operation: Operation) -> Strategy:
+        """The strategy of an operation's calls."""
+        return self.operations.get(operation, OperationConfig()).strategy or self.strategy
+
+    def call(self, operation: Operation, dtype: Any, numel: int | None, world_size: int) -> Call | None:
+        """The facts of a call, with the plan for compressing it; None where the codec does not take its dtype."""
         override, codec = self.operations.get(operation, OperationConfig()), self.codec_of(operation)
-        strategy = override.strategy or self.strategy
         if not codec.supports(dtype):
-            return NATIVE
+            return None
         chunk_numel = (override.chunk_nbytes or self.chunk_nbytes) // 2048 * 1024
         capped = (override.dynamic_sizes or self.dynamic_sizes) == "capped"
         compressed = Plan(
             codec, chunk_numel, override.reduction or self.reduction, self.dynamic_cap if capped else None
         )
-        return strategy.choose(Call(operation, dtype, numel, world_size, compressed))
+        return Call(operation, dtype, numel, world_size, compressed)
+
+    def plan(
+        self, operation: Operation, dtype: Any, numel: int | None, world_size: int, known: Known | None = None
+    ) -> Plan:
+        """The plan for one call, from facts that are equal on all ranks."""
+        call = self.call(operation, dtype, numel, world_size)
+        return NATIVE if call is None else self.strategy_of(operation).choose(call._replace(known=known))
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())

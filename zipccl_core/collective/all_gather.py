@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import Collective, exchange, others
 from zipccl_core.collective.device.patterns import Gather
-from zipccl_core.strategy.base import Operation, Plan
+from zipccl_core.strategy.base import Plan
+from zipccl_core.strategy.operation import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor

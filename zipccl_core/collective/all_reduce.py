@@ -10,7 +10,8 @@ from zipccl_core.codec.reduction import Reduction
 from zipccl_core.collective.all_gather import AllGather
 from zipccl_core.collective.base import Collective
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
-from zipccl_core.strategy.base import Operation, Plan
+from zipccl_core.strategy.base import Plan
+from zipccl_core.strategy.operation import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zipccl_core.collective.base import Collective, exchange, others
 from zipccl_core.collective.device.patterns import Scatter
-from zipccl_core.strategy.base import Operation, Plan
+from zipccl_core.collective.lanes import run_lanes
+from zipccl_core.strategy.base import Plan
+from zipccl_core.strategy.operation import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 
 class AllToAll(Collective):
     """A frame leaves as soon as it is encoded; what it may need at most is known from the splits, so no sizes are
-    exchanged. Empty splits send nothing."""
+    exchanged. Empty splits send nothing. Every peer has a lane of its own: blocks of early ranks are exchanged and
+    decoded while late ones are still computing.
+    """
 
     operation = Operation.ALL_TO_ALL
 
@@ -28,14 +33,19 @@ class AllToAll(Collective):
         outputs[wire.rank].copy_(inputs[wire.rank])
         wire.count(self_nbytes=inputs[wire.rank].numel() * inputs[wire.rank].element_size())
 
-        def deliver(first: int, frames: dict[int, Frame]) -> None:
-            for peer, frame in frames.items():
-                wire.decode(frame, outputs[peer][first : first + frame.numel], peer)
+        run_lanes([partial(self._exchange, peer, outputs[peer], inputs[peer], wire, plan) for peer in others(wire)])
 
-        peers = others(wire)
-        outgoing = [([peer], inputs[peer]) for peer in peers]
-        incoming = {peer: outputs[peer].numel() for peer in peers}
-        exchange(wire, plan.chunk_numel, outgoing, incoming, inputs[0].dtype, deliver)
+    def _exchange(self, peer: int, output: Tensor, values: Tensor, call: Wire, plan: Plan) -> None:
+        """All that goes to one peer and comes from it."""
+        wire = call.lane()
+
+        def deliver(first: int, frames: dict[int, Frame]) -> None:
+            wire.decode(frames[peer], output[first : first + frames[peer].numel], peer)
+
+        try:
+            exchange(wire, plan.chunk_numel, [([peer], values)], {peer: output.numel()}, values.dtype, deliver)
+        finally:
+            wire.close()
 
     def exchanges(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan

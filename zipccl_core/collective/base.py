@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from zipccl_core.codec.frame import Frame
     from zipccl_core.collective.device.exchange import Exchange, Link
-    from zipccl_core.strategy.base import Operation, Plan
+    from zipccl_core.strategy.base import Plan
+from zipccl_core.strategy.operation import Operation
 
 DEPTH = 3
 """Chunks on their way at a time: one being encoded, one on the wire, one being decoded."""

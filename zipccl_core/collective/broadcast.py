@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from zipccl_core.collective.base import DEPTH, Collective
 from zipccl_core.collective.device.patterns import Spread
 from zipccl_core.collective.wire import Arriving, chunk_tag
-from zipccl_core.strategy.base import Operation, Plan
+from zipccl_core.strategy.base import Plan
+from zipccl_core.strategy.operation import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor

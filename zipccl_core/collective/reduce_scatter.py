@@ -9,7 +9,8 @@ from zipccl_core.codec.reduction import Reduction
 from zipccl_core.collective.base import Collective, exchange, others
 from zipccl_core.collective.device.exchange import Reduce
 from zipccl_core.collective.device.patterns import Scatter
-from zipccl_core.strategy.base import Operation, Plan
+from zipccl_core.strategy.base import Plan
+from zipccl_core.strategy.operation import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zipccl_core.codec.base import Codec
     from zipccl_core.codec.reduction import Reduction
     from zipccl_core.observe.statistics import Statistics
-    from zipccl_core.strategy.base import Operation
+    from zipccl_core.strategy.operation import Operation
 
 _CALLS, _CHUNKS = 1 << 12, 1 << 15
 
@@ -44,6 +44,10 @@ class Wire:
         self._statistics, self._operation = statistics, operation
         self._sends: deque[tuple[int, list[Handle], Tensor]] = deque()
         self._counts: dict[str, float] = {}
+
+    def lane(self) -> Wire:
+        """Another wire of the same call, for a thread of its own."""
+        return Wire(self.transport, self._statistics, self._operation, self.codec, self.call)
 
     def count(self, **increments: float) -> None:
         """Adds to this call's counters."""

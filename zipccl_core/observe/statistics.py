@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from zipccl_core.strategy.base import Operation
+from zipccl_core.strategy.operation import Operation
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from zipccl_core.codec.base import Codec
 from zipccl_core.registry import Registry
-
-
-class Operation(str, Enum):
-    """The operations that have a compressed path, by the names that configuration and statistics use."""
-
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    ALL_REDUCE = "all_reduce"
-    BROADCAST = "broadcast"
-    SEND_RECV = "send_recv"
-
-    def __str__(self) -> str:
-        return self.value
+from zipccl_core.strategy.operation import Operation
+from zipccl_core.strategy.profile import Estimates, Measurements
 
 
 class Plan(NamedTuple):
@@ -44,8 +31,27 @@ class Plan(NamedTuple):
     reduction: str = "fp32"
     dynamic_cap: float | None = None
 
+    @property
+    def threads(self) -> int:
+        """Of reductions: the codec's, else torch's."""
+        return getattr(self.codec, "threads", None) or torch.get_num_threads()
+
 
 NATIVE = Plan(None)
+
+
+class Known(NamedTuple):
+    """What all ranks of a group have measured and agreed on, of one operation.
+
+    Attributes:
+        measured: what its ways take.
+        estimates: of the data and the codec, now.
+        typical_nbytes: what a rank has contributed to a call lately, where a call itself does not say (all-to-all).
+    """
+
+    measured: Measurements
+    estimates: Estimates
+    typical_nbytes: float
 
 
 class Call(NamedTuple):
@@ -58,6 +64,7 @@ class Call(NamedTuple):
             (all-to-all).
         world_size: of the group.
         compressed: the plan that the configuration gives for a compressed call of this operation.
+        known: what has been measured; None where the strategy does not measure, and for messages and GPUs.
     """
 
     operation: Operation
@@ -65,6 +72,12 @@ class Call(NamedTuple):
     numel: int | None
     world_size: int
     compressed: Plan
+    known: Known | None = None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes that one rank contributes, where all know."""
+        return None if self.numel is None else self.numel * self.dtype.itemsize
 
 
 class Strategy(BaseModel, ABC):

@@ -1,0 +1,249 @@
+"""What a rank of bench/links.py does: one operation by several plans in turn, on one clock with the other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from network import Network, sent_nbytes
+
+from zipccl_core import Codec, Communicator, ExponentCodec, Frame, FrameLayout, ZipCCLConfig
+from zipccl_core.codec.reduction import Reduction
+from zipccl_core.strategy.switcher import forget_profiles
+
+BF16 = torch.bfloat16
+OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast")
+CHUNK = 1 << 20
+PLANS: dict[str, dict[str, Any] | None] = {
+    "native": None,
+    "raw": {"codec": "raw", "chunk_nbytes": CHUNK},
+    "one-shot": {"chunk_nbytes": 16 << 20},
+    "pipelined": {"chunk_nbytes": CHUNK},
+    "adaptive": {"strategy": "adaptive"},
+}
+
+
+class SlowCodec(Codec):
+    """The exponent codec as if it were slower: it idles until the time has passed that a codec of that speed takes.
+
+    Args:
+        gbyte_per_s: of values, encoding and decoding alike; 1e9 bytes.
+    """
+
+    id: Literal["slow_exponent"] = "slow_exponent"
+    gbyte_per_s: float = 1.0
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """As the exponent codec."""
+        return _EXPONENT.supports(dtype)
+
+    def layout(self, numel: int, dtype: torch.dtype) -> FrameLayout:
+        """As the exponent codec."""
+        return _EXPONENT.layout(numel, dtype)
+
+    def encode(self, tensor: torch.Tensor, frame: Frame) -> None:
+        """Encodes, and idles."""
+        begin = time.perf_counter()
+        _EXPONENT.encode(tensor, frame)
+        self._idle(begin, tensor.numel())
+
+    def decode(self, frame: Frame, out: torch.Tensor) -> None:
+        """Decodes, and idles."""
+        begin = time.perf_counter()
+        _EXPONENT.decode(frame, out)
+        self._idle(begin, out.numel())
+
+    def decode_reduce(self, frames: Any, out: torch.Tensor, reduction: Reduction) -> None:
+        """Decodes and reduces, and idles."""
+        begin = time.perf_counter()
+        _EXPONENT.decode_reduce(frames, out, reduction)
+        self._idle(begin, out.numel() * len(frames))
+
+    def _idle(self, begin: float, numel: int) -> None:
+        left = begin + numel * 2 / (self.gbyte_per_s * 1e9) - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+_EXPONENT = ExponentCodec()
+
+
+class Sample(NamedTuple):
+    """One plan on one rank: a start and an end for each iteration, and what all of them took.
+
+    Attributes:
+        spans: seconds on the machine's clock.
+        sent_nbytes: by the interface, for an iteration.
+        cpu_s: of this process, for an iteration.
+        digest: of the result's bits.
+    """
+
+    spans: list[tuple[float, float]]
+    sent_nbytes: float
+    cpu_s: float
+    digest: str
+
+
+class Ranks:
+    """Forked processes, a node each or several, that carry out what `run` says. A context manager."""
+
+    def __init__(self, network: Network, world_size: int, folder: Path) -> None:
+        fork = get_context("fork")
+        self._pipes, self._processes = [], []
+        store = folder / f"store{world_size}"
+        store.unlink(missing_ok=True)
+        for rank in range(world_size):
+            here, there = fork.Pipe()
+            process = fork.Process(target=_serve, args=(network, rank, world_size, store, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self.run(_ready)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What a function of this module returns on each rank."""
+        for pipe in self._pipes:
+            pipe.send((function.__name__, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            ended_well, value = pipe.recv()
+            if not ended_well:
+                raise RuntimeError(f"rank {rank}: {value}")
+            answers.append(value)
+        return answers
+
+
+def _serve(network: Network, rank: int, world_size: int, store: Path, pipe: Connection) -> None:
+    try:
+        torch.set_num_threads(1)
+        network.enter(rank * network.n_nodes // world_size)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send((True, globals()[name](*arguments)))
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+def _ready() -> None:
+    dist.barrier()
+
+
+def measure(
+    operation: str, nbytes: int, plans: dict[str, dict[str, Any] | None], iterations: int, warm: int = 1
+) -> dict[str, Sample]:
+    """Every plan once an iteration, in turn, each behind a barrier.
+
+    Args:
+        operation: one of OPERATIONS.
+        nbytes: of the largest tensor of the call on a rank: the gathered one, the one to scatter, the only one.
+        plans: a configuration by name; None is native.
+    """
+    made = {name: _call(operation, nbytes, _communicator(name, plan)) for name, plan in plans.items()}
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
+    sent, cpu = dict.fromkeys(plans, 0), dict.fromkeys(plans, 0.0)
+    names = list(plans)
+    for iteration in range(-warm, iterations):
+        turn = iteration % len(names)
+        for name in names[turn:] + names[:turn]:
+            call = made[name][0]
+            dist.barrier()
+            sent_before, cpu_before = sent_nbytes(), _cpu_s()
+            begin = time.monotonic()
+            call()
+            end = time.monotonic()
+            dist.barrier()  # everything has arrived
+            if iteration >= 0:
+                spans[name].append((begin, end))
+                sent[name] += sent_nbytes() - sent_before
+                cpu[name] += _cpu_s() - cpu_before
+    return {
+        name: Sample(spans[name], sent[name] / iterations, cpu[name] / iterations, _digest(made[name][1]))
+        for name in plans
+    }
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+_COMMUNICATORS: dict[str, Communicator] = {}
+
+
+def _communicator(name: str, plan: dict[str, Any] | None) -> Communicator | None:
+    if plan is None:
+        return None
+    config = ZipCCLConfig(**{"strategy": "always", **plan})
+    if name not in _COMMUNICATORS:
+        _COMMUNICATORS[name] = Communicator(dist.group.WORLD, config, space=len(_COMMUNICATORS))
+    forget_profiles()  # of another rate
+    _COMMUNICATORS[name].configure(config)
+    return _COMMUNICATORS[name]
+
+
+def _call(operation: str, nbytes: int, communicator: Communicator | None) -> tuple[Callable[[], Any], torch.Tensor]:
+    """A call, and the tensor that it writes. Reductions repeat on the same input; all_reduce's output is restored."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    part = max(nbytes // 2 // world_size, 1)
+    whole = part * world_size
+    generator = torch.Generator().manual_seed(rank)
+    values = (torch.randn(whole, generator=generator) * 0.02).to(BF16)
+    output = torch.zeros(whole, dtype=BF16)
+    if operation == "all_gather":
+        own = values[:part]
+        if communicator is None:
+            return lambda: dist.all_gather_single(output, own), output
+        return lambda: communicator.all_gather_into_tensor(output, own), output
+    if operation == "reduce_scatter":
+        reduced = torch.zeros(part, dtype=BF16)
+        if communicator is None:
+            return lambda: dist.reduce_scatter_single(reduced, values), reduced
+        return lambda: communicator.reduce_scatter_tensor(reduced, values), reduced
+    if operation == "all_to_all":
+        if communicator is None:
+            return lambda: dist.all_to_all_single(output, values), output
+        return lambda: communicator.all_to_all_single(output, values), output
+    if operation == "broadcast":
+        if communicator is None:
+            return lambda: dist.broadcast(values, 0), values
+        return lambda: communicator.broadcast(values, 0), values
+    if operation == "all_reduce":  # in place: ranks have the same values, whose sum has the same bits in any order
+        values = (torch.randn(whole, generator=torch.Generator().manual_seed(0)) * 0.02).to(BF16)
+        if communicator is None:
+            return lambda: dist.all_reduce(values), values
+        return lambda: communicator.all_reduce(values), values
+    raise ValueError(f"unknown operation {operation!r}; known: {', '.join(OPERATIONS)}")

@@ -1,0 +1,167 @@
+"""Collectives over links of a known rate: native, raw and compressed on ZipCCL's schedule, in one run.
+
+    python bench/links.py                                      # the whole sweep, about half an hour
+    python bench/links.py --ranks 2 --rates 500 1000 --sizes 16 --operations all_gather
+    python bench/links.py --plot                               # draws the committed results again
+
+Ranks are forked processes in network namespaces, a node each (bench/network.py); links are shaped by tc. It needs root
+and says so where it cannot run. Every iteration takes each plan once behind a barrier, in an order that turns; a time
+is from the last start to the last end on the one clock. Results are compared by their bits. Bytes are the interface's
+counters. Intervals are of the ratio of medians, by bootstrap over iterations, 90 %.
+
+Rows that are no evidence are marked: `load` where other processes had more than 0.2 cores, `line` where the raw
+schedule did not reach 85 % of the line's rate, so that not the line was measured but the processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import network
+from link_ranks import OPERATIONS, PLANS, Ranks, Sample, measure
+from report import RESULTS, Row, print_head, print_table, write_csv
+
+MIB = 1 << 20
+COLUMNS = {
+    "ranks": 5, "Mbit/s": 7, "operation": -14, "MiB": 6, "plan": -13, "ms": 8, "sent": 7, "raw/": 6, "native/": 8,
+    "interval": -15, "line": 5, "": -10,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Sweeps, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[500, 1000, 2500, 5000, 10000, 0], help="Mbit/s; 0 unshaped"
+    )
+    parser.add_argument("--sizes", type=float, nargs="+", default=[0.0625, 1, 4, 16, 64], help="MiB")
+    parser.add_argument("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
+    parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--iterations", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=RESULTS / "links.csv")
+    arguments = parser.parse_args()
+    reason = network.missing()
+    if reason:
+        print(f"bench/links.py: skipped: {reason}")
+        return
+    print_head("collectives over shaped links", "MiB: of the largest tensor of a rank. sent: MiB by a rank's interface")
+    rows: list[Row] = []
+    print_table(COLUMNS, (line_of(row) for row in sweep(arguments, rows)))
+    write_csv(arguments.output, rows)
+
+
+def sweep(arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Row]:
+    """All rows, as they come; they are kept in `rows`, too."""
+    plans = {name: PLANS[name] for name in arguments.plans}
+    with tempfile.TemporaryDirectory() as folder:
+        for world_size in arguments.ranks:
+            with network.Network(world_size) as net, Ranks(net, world_size, Path(folder)) as ranks:
+                for rate, operation, size in itertools.product(arguments.rates, arguments.operations, arguments.sizes):
+                    net.shape(rate or None)
+                    made = cell(ranks, world_size, rate, operation, size, plans, arguments.iterations)
+                    rows += made
+                    yield from made
+
+
+def cell(
+    ranks: Ranks, world_size: int, rate: float, operation: str, size: float, plans: dict[str, Any], iterations: int
+) -> list[Row]:
+    """The rows of one operation and size at one rate."""
+    nbytes = int(size * MIB)
+    busy, own = _busy_s(), 0.0
+    by_rank: list[dict[str, Sample]] = ranks.run(measure, operation, nbytes, plans, iterations)
+    times = {name: _times([samples[name].spans for samples in by_rank]) for name in plans}
+    total = sum(map(sum, times.values()))
+    own = sum(samples[name].cpu_s for samples in by_rank for name in plans) * iterations
+    foreign = max(0.0, _busy_s() - busy - own) / max(total, 1e-9)
+    sent = {name: max(samples[name].sent_nbytes for samples in by_rank) for name in plans}
+    wrong = _different([{name: samples[name].digest for name in plans} for samples in by_rank], operation)
+    line_s = _line_nbytes(operation, nbytes, world_size) * 8 / (rate * 1e6) if rate else 0.0
+    rows = []
+    for name in plans:
+        median = statistics.median(times[name])
+        row: Row = {
+            "ranks": world_size,
+            "mbit_per_s": rate or "",
+            "operation": operation,
+            "mib": size,
+            "plan": name,
+            "median_ms": f"{median * 1e3:.4g}",
+            "min_ms": f"{min(times[name]) * 1e3:.4g}",
+            "sent_mib": f"{sent[name] / MIB:.4g}",
+            "line": f"{line_s / statistics.median(times['raw']):.3f}" if "raw" in plans and rate else "",
+            "foreign_cores": f"{foreign:.2f}",
+            "bits": "differ" if name in wrong else "equal",
+        }
+        for base in ("raw", "native"):
+            if base in plans:
+                row[f"{base}_over_this"] = f"{statistics.median(times[base]) / median:.4g}"
+                low, high = bootstrap(times[base], times[name])
+                row[f"{base}_low"], row[f"{base}_high"] = f"{low:.4g}", f"{high:.4g}"
+        marks = ["load"] if foreign > 0.2 else []
+        if rate and "raw" in plans and line_s / statistics.median(times["raw"]) < 0.85:
+            marks.append("line")
+        row["marks"] = " ".join(marks)
+        rows.append(row)
+    return rows
+
+
+def line_of(row: Row) -> tuple[object, ...]:
+    """A row in the table."""
+    interval = f"[{row['raw_low']}, {row['raw_high']}]" if "raw_low" in row else ""
+    marks = [str(row["marks"]), "BITS DIFFER" if row["bits"] == "differ" else ""]
+    return (
+        row["ranks"], row["mbit_per_s"] or "-", row["operation"], row["mib"], row["plan"], row["median_ms"],
+        row["sent_mib"], row.get("raw_over_this", ""), row.get("native_over_this", ""), interval, row["line"],
+        " ".join(filter(None, marks)),
+    )  # fmt: skip
+
+
+def bootstrap(base: Sequence[float], other: Sequence[float], n: int = 1000) -> tuple[float, float]:
+    """The 90 % interval of the ratio of medians, over iterations drawn anew."""
+    generator, ratios = random.Random(0), []
+    for _ in range(n):
+        drawn = [generator.randrange(len(base)) for _ in base]
+        ratios.append(statistics.median(base[i] for i in drawn) / statistics.median(other[i] for i in drawn))
+    ratios.sort()
+    return ratios[n // 20], ratios[-n // 20]
+
+
+def _times(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    return [max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in zip(*spans, strict=True)]
+
+
+def _line_nbytes(operation: str, nbytes: int, world_size: int) -> float:
+    """What the busiest link has to carry at least, in one direction."""
+    share = nbytes * (world_size - 1) / world_size
+    return {"all_reduce": 2 * share, "broadcast": float(nbytes)}.get(operation, share)
+
+
+def _different(digests: Sequence[dict[str, str]], operation: str) -> set[str]:
+    """Plans whose result is not the raw schedule's, or for what only moves data, the native one's."""
+    base = "raw" if operation == "reduce_scatter" else "native"
+    return {
+        name
+        for rank in digests
+        for name, digest in rank.items()
+        if base in rank and digest != rank[base] and not (operation == "reduce_scatter" and name == "native")
+    }
+
+
+def _busy_s() -> float:
+    """Processor time of all processes so far; not of interrupts, which carry this benchmark's packets."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()

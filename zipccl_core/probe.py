@@ -1,0 +1,168 @@
+"""GroupProbe: what a strategy that measures needs of a group: calls that are timed, and figures that all ranks have."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from zipccl_core.codec.frame import Frame
+from zipccl_core.codec.reduction import Reduction
+from zipccl_core.collective.all_gather import AllGather
+from zipccl_core.collective.all_reduce import AllReduce
+from zipccl_core.collective.all_to_all import AllToAll
+from zipccl_core.collective.base import Collective
+from zipccl_core.collective.broadcast import TreeBroadcast
+from zipccl_core.collective.memory import SCRATCH, empty
+from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
+from zipccl_core.collective.wire import Wire, chunk_tag
+from zipccl_core.observe.statistics import Statistics
+from zipccl_core.strategy.operation import Operation
+from zipccl_core.strategy.switcher import Sampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zipccl_core.collective.transport import Transport
+    from zipccl_core.strategy.base import Plan
+
+SAMPLE_NUMEL = 128 << 10
+_SAMPLE_ROUNDS = 3
+
+
+class GroupProbe:
+    """A group of CPU ranks, measured. All ranks call `gather`, `broadcast` and `timed` in the same order.
+
+    Args:
+        group: a torch group, or a backend; its native operations are called.
+        transport: of the same ranks.
+        calls: numbers for tags, which the group's calls share.
+        name: of the group, for messages.
+    """
+
+    def __init__(self, group: Any, transport: Transport, calls: Iterator[int], name: str) -> None:
+        self._group, self._transport, self._calls = getattr(group, "plain", group), transport, calls
+        self.rank, self.world_size, self.name = transport.rank, transport.world_size, name
+        self._tensors: tuple[tuple[int, bool], Tensor, Tensor] | None = None
+
+    def node(self) -> float:
+        """Of this process's network: its host's name and, where there are such, its network namespace."""
+        namespace = Path("/proc/self/ns/net")
+        there = namespace.readlink() if namespace.exists() else ""
+        return float(zlib.crc32(f"{socket.gethostname()} {there}".encode()))
+
+    def gather(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Puts them on their way; the call that comes back waits for all."""
+        message = empty(8 * len(values), dtype=torch.uint8, device="cpu")
+        message.numpy()[:] = bytearray(struct.pack(f"<{len(values)}d", *values))
+        every = empty(self.world_size, 8 * len(values), dtype=torch.uint8, device="cpu")
+        every[self.rank].copy_(message)
+        tag = chunk_tag(next(self._calls), 0)
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        handles = [self._transport.recv(every[peer], peer, tag) for peer in peers]
+        handles += [self._transport.send(message, peer, tag) for peer in peers]
+
+        def finish() -> list[list[float]]:
+            for handle in handles:
+                handle.wait()
+            return [list(struct.unpack(f"<{len(values)}d", row.numpy().tobytes())) for row in every]
+
+        return finish
+
+    def broadcast(self, text: str) -> str:
+        """Rank 0's text."""
+        data = text.encode() if self.rank == 0 else b""
+        nbytes = int(self.gather([float(len(data))])()[0][0])
+        tag = chunk_tag(next(self._calls), 0)
+        if self.rank == 0:
+            message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            for handle in [self._transport.send(message, peer, tag) for peer in range(1, self.world_size)]:
+                handle.wait()
+            return text
+        into = empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._transport.recv(into, 0, tag).wait()
+        return into.numpy().tobytes().decode()
+
+    def timed(self, operation: Operation, plan: Plan, nbytes: int) -> float:
+        """Seconds of a call of normally distributed bfloat16 values."""
+        numel = max(nbytes // 2 // self.world_size, 1) * self.world_size
+        gathers = operation == Operation.ALL_GATHER
+        if self._tensors is None or self._tensors[0] != (numel, gathers):
+            values, output = _normal(numel, self.rank), _normal(numel * self.world_size if gathers else numel, 0)
+            self._tensors = ((numel, gathers), values, output)
+        _, values, output = self._tensors
+        call = (
+            self._native(operation, output, values)
+            if plan.codec is None
+            else self._ours(operation, output, values, plan)
+        )
+        self.gather([])()
+        begin = perf_counter()
+        call()
+        return perf_counter() - begin
+
+    def _native(self, operation: Operation, output: Tensor, values: Tensor) -> Callable[[], object]:
+        group, part = self._group, output[: values.numel() // self.world_size]
+        starts: dict[Operation, Callable[[], Any]] = {
+            Operation.ALL_GATHER: lambda: group._allgather_base(output, values, c10d.AllgatherOptions()),
+            Operation.REDUCE_SCATTER: lambda: group._reduce_scatter_base(part, values, c10d.ReduceScatterOptions()),
+            Operation.ALL_TO_ALL: lambda: group.alltoall_base(output, values, [], [], c10d.AllToAllOptions()),
+            Operation.ALL_REDUCE: lambda: group.allreduce([output], c10d.AllreduceOptions()),
+            Operation.BROADCAST: lambda: group.broadcast([values], c10d.BroadcastOptions()),
+        }
+        return lambda: starts[operation]().wait()
+
+    def _ours(self, operation: Operation, output: Tensor, values: Tensor, plan: Plan) -> Callable[[], object]:
+        parts, outputs = values.chunk(self.world_size), output.chunk(self.world_size)
+        own = outputs[self.rank]
+        collective: Collective
+        if operation == Operation.ALL_GATHER:
+            collective, outs, ins = AllGather(), list(outputs), [values]
+        elif operation == Operation.REDUCE_SCATTER:
+            reduction = Reduction(plan.reduction, False, values.numel(), self.rank * own.numel(), plan.threads)
+            collective, outs, ins = AllToAllReduceScatter(reduction), [own], list(parts)
+        elif operation == Operation.ALL_TO_ALL:
+            collective, outs, ins = AllToAll(), list(outputs), list(parts)
+        elif operation == Operation.ALL_REDUCE:
+            collective, outs, ins = AllReduce(plan.reduction, False, plan.threads), [output], [values]
+        else:
+            collective, outs, ins = TreeBroadcast(0), *(([], [values]) if self.rank == 0 else ([values], []))
+        assert plan.codec is not None
+        wire = Wire(self._transport, Statistics(), operation, plan.codec, next(self._calls))
+        return lambda: collective.run(outs, ins, wire, plan)
+
+    def sample(self, plan: Plan, values: Tensor | None) -> Sampled:
+        """Encodes and decodes the first values of a tensor, some times; the times are the shortest ones."""
+        codec = plan.codec
+        assert codec is not None
+        if values is None:
+            values = _normal(SAMPLE_NUMEL, 0)
+        values = values.detach().reshape(-1)[:SAMPLE_NUMEL].contiguous()
+        if not values.numel():
+            return Sampled(0.0, 0.0, 0.0, 0.0)
+        layout = codec.layout(values.numel(), values.dtype)
+        buffer, out = SCRATCH.take(layout.frame_nbytes), empty(values.numel(), dtype=values.dtype, device="cpu")
+        times: list[tuple[float, float]] = []
+        for _ in range(_SAMPLE_ROUNDS):
+            begin = perf_counter()
+            frame: Frame = codec.write(values, buffer)
+            middle = perf_counter()
+            codec.read(frame, out)
+            times.append((middle - begin, perf_counter() - middle))
+        nbytes = frame.header.frame_nbytes
+        SCRATCH.give(buffer)
+        encode_s, decode_s = (min(column) for column in zip(*times, strict=True))
+        return Sampled(float(values.numel() * values.element_size()), float(nbytes), encode_s, decode_s)
+
+
+def _normal(numel: int, seed: int) -> Tensor:
+    """Normally distributed bfloat16 values; `deepspeed.zero.Init` replaces torch.randn and its like."""
+    values = empty(numel, dtype=torch.float32, device="cpu")
+    return values.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed)).bfloat16()
