@@ -19,7 +19,7 @@ from zipccl_core import NATIVE, AdaptiveStrategy, Call, ConfigError, ExponentCod
 from zipccl_core.strategy import switcher as switchers
 from zipccl_core.strategy.base import Known
 from zipccl_core.strategy.cost import modelled, volume
-from zipccl_core.strategy.profile import Estimates, Measurements, Profile, Way, load, save, topology
+from zipccl_core.strategy.profile import Estimates, Measurements, Profile, Way, load, save
 from zipccl_core.strategy.switcher import FIRST_STEP, LAG, SIZES, Sampled, Switcher, forget_profiles
 from zipccl_core.testing import run_ranks
 
@@ -52,8 +52,8 @@ class Rank:
         self._world, self.rank, self.world_size, self.name = world, rank, world.size, "simulated"
         self.n_timed = 0
 
-    def node(self) -> float:
-        return float(self.rank // 2)
+    def nodes(self) -> list[int]:
+        return [rank // 2 for rank in range(self.world_size)]
 
     def gather(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
         gathered = self._world.put(self.rank, list(values))
@@ -62,9 +62,9 @@ class Rank:
     def broadcast(self, text: str) -> str:
         return str(self._world.get(self._world.put(self.rank, text))[0])
 
-    def timed(self, operation: Operation, plan: Plan, nbytes: int) -> float:
-        self.n_timed += 1
-        return self._world.seconds(self.rank, operation, plan, nbytes)
+    def timed(self, operation: Operation, plans: Sequence[Plan], nbytes: int, rounds: int) -> list[float]:
+        self.n_timed += rounds
+        return [self._world.seconds(self.rank, operation, plan, nbytes) for plan in list(plans) * rounds]
 
     def sample(self, plan: Plan, values: torch.Tensor | None) -> Sampled:
         return self._world.sampled(self.rank, values)
@@ -296,10 +296,6 @@ def test_a_profile_in_a_file_is_measured_once_and_is_rank_0s(tmp_path: Path) -> 
     save(path, {"exponent 0,1": known})
     assert list(load(path)) == ["exponent 0,0", "exponent 0,1"]
     assert Profile.model_validate(json.loads(path.read_text())["exponent 0,1"]) == known
-
-
-def test_topology_says_which_ranks_share_a_node() -> None:
-    assert topology([7.0, 7.0, 3.0, 7.0]) == "0,0,1,0"
 
 
 def test_a_file_that_is_no_profile_is_an_error_on_all_ranks(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class ZipCCLPlugin(Handler):
     chunk_nbytes: int | None = None
     dynamic_sizes: Literal["exact", "capped"] | None = None
     dynamic_cap: float | None = None
+    ranks_per_node: int | None = None
     operations: Mapping[Any, OperationConfig | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:

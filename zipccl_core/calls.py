@@ -88,7 +88,9 @@ class Calls:
         self._plans: dict[_Key, Plan] = {}
         self._measured: dict[_Key, Call | None] = {}
         self._works_on.clear()
-        probe = GroupProbe(self.group, self.transport, self._call_numbers, self.name)
+        probe = self._probe = GroupProbe(
+            self.group, self.transport, self._call_numbers, self.name, self.config.ranks_per_node
+        )
         made: dict[AdaptiveStrategy, Switcher] = {}
         self._switchers: dict[Operation, Switcher] = {}
         for operation in Operation:

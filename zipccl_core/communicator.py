@@ -65,7 +65,7 @@ class Communicator(Calls):
             "all_gather_into_tensor: output", output.numel(), "world size times input", self.world_size * input.numel()
         )
         return self._run(
-            AllGather(),
+            self._all_gather(input),
             plan,
             [output],
             [input],
@@ -84,7 +84,10 @@ class Communicator(Calls):
             return self._native(Operation.ALL_GATHER, native, input)
         require_equal("all_gather: output list", len(output_list), "world size", self.world_size)
         require_equal("all_gather: own output", output_list[self.rank].numel(), "input", input.numel())
-        return self._run(AllGather(), plan, output_list, [input], async_op, in_place=[(self.rank, 0)])
+        return self._run(self._all_gather(input), plan, output_list, [input], async_op, in_place=[(self.rank, 0)])
+
+    def _all_gather(self, tensor: Tensor) -> AllGather:
+        return self._probe.all_gather() if tensor.device.type == "cpu" else AllGather()
 
     # ------------------------------------------------------------------ all-to-all
 
@@ -192,7 +195,7 @@ class Communicator(Calls):
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, tensor)
         _, op = premultiplied([tensor], op, in_place=True)
-        collective = AllReduce(plan.reduction, op == AVG, plan.threads)
+        collective = AllReduce(plan.reduction, op == AVG, plan.threads, self._all_gather(tensor))
         return self._run(collective, plan, [tensor], [tensor], async_op, in_place=[(0, 0)])
 
     def all_reduce_coalesced(
@@ -208,7 +211,7 @@ class Communicator(Calls):
         if plan is None:
             return self._native(Operation.ALL_REDUCE, native, *tensors)
         _, op = premultiplied(tensors, op, in_place=True)
-        collective = _FlatAllReduce(AllReduce(plan.reduction, op == AVG, plan.threads))
+        collective = _FlatAllReduce(AllReduce(plan.reduction, op == AVG, plan.threads, self._all_gather(tensors[0])))
         same = [(i, i) for i in range(len(tensors))]
         return self._run(collective, plan, tensors, tensors, async_op, in_place=same)
 

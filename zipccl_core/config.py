@@ -104,6 +104,9 @@ class ZipCCLConfig(_Section):
             the rest, which has room for `dynamic_cap` bytes a value; it is decoded without the host, and what did not
             fit follows.
         dynamic_cap: see there. Normally distributed values need 0.03, gradients up to 0.07.
+        ranks_per_node: where a group has several ranks on each of several nodes, all-gathers send between nodes once
+            for a node, and pass on inside. 0 (default) finds out which ranks share a node; a number says that so many
+            consecutive ranks do, 1 that none do.
         operations: overrides for single operations: `all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce`,
             `broadcast`, `send_recv`.
 
@@ -118,6 +121,7 @@ class ZipCCLConfig(_Section):
     chunk_nbytes: ChunkNbytes = 4 << 20
     dynamic_sizes: Literal["exact", "capped"] = "exact"
     dynamic_cap: Annotated[float, Field(gt=0, le=2)] = 0.08
+    ranks_per_node: Annotated[int, Field(ge=0)] = 0
     operations: Annotated[dict[Operation, OperationConfig], BeforeValidator(_known_operations)] = {}
 
     @classmethod

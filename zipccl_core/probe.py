@@ -6,11 +6,13 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from zipccl_core.codec.frame import Frame
@@ -20,6 +22,7 @@ from zipccl_core.collective.all_reduce import AllReduce
 from zipccl_core.collective.all_to_all import AllToAll
 from zipccl_core.collective.base import Collective
 from zipccl_core.collective.broadcast import TreeBroadcast
+from zipccl_core.collective.hierarchical import HierarchicalAllGather, place_of
 from zipccl_core.collective.memory import SCRATCH, empty
 from zipccl_core.collective.reduce_scatter import AllToAllReduceScatter
 from zipccl_core.collective.wire import Wire, chunk_tag
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from zipccl_core.strategy.base import Plan
 
 SAMPLE_NUMEL = 128 << 10
+_FEWEST_ON_NODES = 4  # two nodes of two
 _SAMPLE_ROUNDS = 3
 
 
@@ -45,15 +49,36 @@ class GroupProbe:
         transport: of the same ranks.
         calls: numbers for tags, which the group's calls share.
         name: of the group, for messages.
+        ranks_per_node: 0 finds out by itself which ranks share a node.
     """
 
-    def __init__(self, group: Any, transport: Transport, calls: Iterator[int], name: str) -> None:
+    def __init__(
+        self, group: Any, transport: Transport, calls: Iterator[int], name: str, ranks_per_node: int = 0
+    ) -> None:
         self._group, self._transport, self._calls = getattr(group, "plain", group), transport, calls
         self.rank, self.world_size, self.name = transport.rank, transport.world_size, name
-        self._tensors: tuple[tuple[int, bool], Tensor, Tensor] | None = None
+        self._ranks_per_node = ranks_per_node
+        self._nodes: list[int] | None = None
 
-    def node(self) -> float:
-        """Of this process's network: its host's name and, where there are such, its network namespace."""
+    def nodes(self) -> list[int]:
+        """The node of each rank, numbered; asked of all ranks at the first call."""
+        if self._nodes is None:
+            names = [values[0] for values in self.gather([self._node()])()]
+            numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+            self._nodes = [numbers[name] for name in names]
+        return self._nodes
+
+    def all_gather(self) -> AllGather:
+        """The all-gather for this group's nodes. All ranks must ask for the first one between the same two calls."""
+        if self.world_size < _FEWEST_ON_NODES or self._ranks_per_node == 1:
+            return AllGather()
+        nodes = self.nodes()
+        return AllGather() if place_of(self.rank, nodes) is None else HierarchicalAllGather(nodes)
+
+    def _node(self) -> float:
+        """Something that names this rank's node: its host and, where there are such, its network namespace."""
+        if self._ranks_per_node:
+            return float(dist.get_rank() // self._ranks_per_node)
         namespace = Path("/proc/self/ns/net")
         there = namespace.readlink() if namespace.exists() else ""
         return float(zlib.crc32(f"{socket.gethostname()} {there}".encode()))
@@ -90,23 +115,19 @@ class GroupProbe:
         self._transport.recv(into, 0, tag).wait()
         return into.numpy().tobytes().decode()
 
-    def timed(self, operation: Operation, plan: Plan, nbytes: int) -> float:
-        """Seconds of a call of normally distributed bfloat16 values."""
+    def timed(self, operation: Operation, plans: Sequence[Plan], nbytes: int, rounds: int) -> list[float]:
+        """Seconds of calls of normally distributed bfloat16 values: every plan in turn, so many rounds."""
         numel = max(nbytes // 2 // self.world_size, 1) * self.world_size
-        gathers = operation == Operation.ALL_GATHER
-        if self._tensors is None or self._tensors[0] != (numel, gathers):
-            values, output = _normal(numel, self.rank), _normal(numel * self.world_size if gathers else numel, 0)
-            self._tensors = ((numel, gathers), values, output)
-        _, values, output = self._tensors
-        call = (
-            self._native(operation, output, values)
-            if plan.codec is None
-            else self._ours(operation, output, values, plan)
-        )
-        self.gather([])()
-        begin = perf_counter()
-        call()
-        return perf_counter() - begin
+        values = _normal(numel, self.rank)
+        output = _normal(numel * self.world_size if operation == Operation.ALL_GATHER else numel, 0)
+        times = []
+        for plan in list(plans) * rounds:
+            call = (self._native if plan.codec is None else partial(self._ours, plan))(operation, output, values)
+            self.gather([])()
+            begin = perf_counter()
+            call()
+            times.append(perf_counter() - begin)
+        return times
 
     def _native(self, operation: Operation, output: Tensor, values: Tensor) -> Callable[[], object]:
         group, part = self._group, output[: values.numel() // self.world_size]
@@ -119,19 +140,23 @@ class GroupProbe:
         }
         return lambda: starts[operation]().wait()
 
-    def _ours(self, operation: Operation, output: Tensor, values: Tensor, plan: Plan) -> Callable[[], object]:
+    def _ours(self, plan: Plan, operation: Operation, output: Tensor, values: Tensor) -> Callable[[], object]:
         parts, outputs = values.chunk(self.world_size), output.chunk(self.world_size)
         own = outputs[self.rank]
         collective: Collective
         if operation == Operation.ALL_GATHER:
-            collective, outs, ins = AllGather(), list(outputs), [values]
+            collective, outs, ins = self.all_gather(), list(outputs), [values]
         elif operation == Operation.REDUCE_SCATTER:
             reduction = Reduction(plan.reduction, False, values.numel(), self.rank * own.numel(), plan.threads)
             collective, outs, ins = AllToAllReduceScatter(reduction), [own], list(parts)
         elif operation == Operation.ALL_TO_ALL:
             collective, outs, ins = AllToAll(), list(outputs), list(parts)
         elif operation == Operation.ALL_REDUCE:
-            collective, outs, ins = AllReduce(plan.reduction, False, plan.threads), [output], [values]
+            collective, outs, ins = (
+                AllReduce(plan.reduction, False, plan.threads, self.all_gather()),
+                [output],
+                [values],
+            )
         else:
             collective, outs, ins = TreeBroadcast(0), *(([], [values]) if self.rank == 0 else ([values], []))
         assert plan.codec is not None

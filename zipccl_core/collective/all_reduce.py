@@ -30,12 +30,14 @@ class AllReduce(Collective):
         order: `fp32` or `gloo`.
         average: divide by the number of ranks.
         threads: for the reduction.
+        gather: of the reduced parts.
     """
 
     operation = Operation.ALL_REDUCE
 
-    def __init__(self, order: str, average: bool, threads: int) -> None:
+    def __init__(self, order: str, average: bool, threads: int, gather: AllGather | None = None) -> None:
         self.order, self.average, self.threads = order, average, threads
+        self.gather = gather or AllGather()
 
     def run(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], wire: Wire, plan: Plan) -> None:
         """One output and one input of the same numel."""
@@ -43,7 +45,7 @@ class AllReduce(Collective):
         parts, results, reduction = self._cut(values, output, wire.rank, wire.world_size)
         AllToAllReduceScatter(reduction).run([results[wire.rank]], parts, wire, plan)
         wire.call += 1
-        AllGather().run(results, [results[wire.rank]], wire, plan)
+        self.gather.run(results, [results[wire.rank]], wire, plan)
 
     def exchanges(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan
@@ -53,7 +55,7 @@ class AllReduce(Collective):
         parts, results, reduction = self._cut(values, output, mover.rank, mover.world_size)
         return [
             *AllToAllReduceScatter(reduction).exchanges([results[mover.rank]], parts, link, plan),
-            *AllGather().exchanges(results, [results[mover.rank]], link, plan),
+            *self.gather.exchanges(results, [results[mover.rank]], link, plan),
         ]
 
     def _cut(

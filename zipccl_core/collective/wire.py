@@ -54,11 +54,11 @@ class Wire:
         for name, increment in increments.items():
             self._counts[name] = self._counts.get(name, 0) + increment
 
-    def encode(self, tensor: Tensor) -> tuple[Frame, Header]:
-        """Encodes contiguous values into a frame in scratch memory."""
+    def encode(self, tensor: Tensor, raw: bool = False) -> tuple[Frame, Header]:
+        """Encodes contiguous values into a frame in scratch memory, or writes them there as they are."""
         begin = perf_counter()
         nbytes = self.codec.layout(tensor.numel(), tensor.dtype).frame_nbytes
-        frame = self.codec.write(tensor, SCRATCH.take(nbytes))
+        frame = self.codec.write(tensor, SCRATCH.take(nbytes), raw=raw)
         self.count(encode_s=perf_counter() - begin)
         header = frame.header
         self.count(frames=1, raw_frames=header.raw, escapes=0 if header.raw else header.dynamic_nbytes)

@@ -92,14 +92,9 @@ class Profile(BaseModel):
         return Profile(measurements={**self.measurements, operation: measured})
 
 
-def topology(nodes: Sequence[float]) -> str:
-    """The kind of a group, for cache and file: how its ranks lie on nodes, in words such as `0,0,1,1`.
-
-    Args:
-        nodes: something that names the node of each rank.
-    """
-    first: dict[float, int] = {}
-    return ",".join(str(first.setdefault(node, len(first))) for node in nodes)
+def topology(nodes: Sequence[int]) -> str:
+    """The kind of a group, for cache and file: how its ranks lie on nodes, in words such as `0,0,1,1`."""
+    return ",".join(map(str, nodes))
 
 
 def load(path: Path) -> dict[str, Profile]:

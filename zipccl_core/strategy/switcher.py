@@ -26,6 +26,8 @@ logger = logging.getLogger("zipccl")
 
 SIZES = tuple((16 << 10) << 2 * step for step in range(6))
 """What a rank contributes to the calls that are measured, bytes: 16 KiB to 16 MiB, as far as time allows."""
+MOST_NBYTES = 256 << 20
+"""Of a tensor that is made for measuring."""
 ROUNDS = 5
 FIRST_STEP, LAST_INTERVAL, LAG = 8, 64, 4
 """Calls until figures are gathered first, between two gatherings in the end, and until they count."""
@@ -52,8 +54,8 @@ class Peers(Protocol):
     world_size: int
     name: str
 
-    def node(self) -> float:
-        """A number for the node of this rank."""
+    def nodes(self) -> list[int]:
+        """The node of each rank, numbered. All ranks ask together."""
 
     def gather(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Sends as many values as the other ranks do; the call that comes back waits for theirs, by rank."""
@@ -61,8 +63,8 @@ class Peers(Protocol):
     def broadcast(self, text: str) -> str:
         """Rank 0's text."""
 
-    def timed(self, operation: Operation, plan: Plan, nbytes: int) -> float:
-        """Seconds of a call of random values, here, from when all ranks are there."""
+    def timed(self, operation: Operation, plans: Sequence[Plan], nbytes: int, rounds: int) -> list[float]:
+        """Seconds of calls of random values, here, from when all ranks are there: every plan in turn, so many times."""
 
     def sample(self, plan: Plan, values: Tensor | None) -> Sampled:
         """Encodes and decodes some of a tensor's values, or of normal ones."""
@@ -124,9 +126,8 @@ class Switcher:
         begin = perf_counter()
         peers, operation = self._peers, call.operation
         if not self._key:
-            nodes = [values[0] for values in peers.gather([peers.node()])()]
             assert call.compressed.codec is not None
-            self._key = f"{call.compressed.codec.id} {topology(nodes)}"
+            self._key = f"{call.compressed.codec.id} {topology(peers.nodes())}"
             self._profile = self._from_rank_0()
         measured = self._profile.measurements.get(operation)
         fresh = measured is None
@@ -167,7 +168,7 @@ class Switcher:
 
     def _measure(self, call: Call) -> Measurements:
         peers, ways = self._peers, list(Way)
-        plans = {way: plan_of(way, call.compressed) for way in ways}
+        plans = [plan_of(way, call.compressed) for way in ways]
         sampled = peers.sample(call.compressed, None)
         every = peers.gather([sampled.nbytes, sampled.frame_nbytes, sampled.encode_s, sampled.decode_s])()
         estimates = Estimates(
@@ -178,7 +179,9 @@ class Switcher:
         seconds: dict[Way, list[float]] = {way: [] for way in ways}
         spent, sizes = 0.0, 0
         for nbytes in SIZES:
-            mine = [peers.timed(call.operation, plans[way], nbytes) for _ in range(ROUNDS + 1) for way in ways]
+            if sizes and nbytes * _gathered(call) > MOST_NBYTES:
+                break
+            mine = peers.timed(call.operation, plans, nbytes, ROUNDS + 1)
             slowest = [max(times) for times in zip(*peers.gather(mine)(), strict=True)]
             for i, way in enumerate(ways):
                 seconds[way].append(statistics.median(slowest[i + len(ways) :: len(ways)]))  # the first round warms up
@@ -266,6 +269,10 @@ class _Seen:
     def values(self) -> list[float]:
         """As many for every operation, so that all ranks send alike."""
         return [float(self.calls), float(self.nbytes), *(self.sampled or NOTHING)]
+
+
+def _gathered(call: Call) -> int:
+    return call.world_size if call.operation == Operation.ALL_GATHER else 1
 
 
 def _ratio(every: Sequence[Sequence[float]], otherwise: float) -> float:
