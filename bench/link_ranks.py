@@ -20,6 +20,7 @@ from network import Network, sent_nbytes
 
 from zipccl_core import Codec, Communicator, ExponentCodec, Frame, FrameLayout, ZipCCLConfig
 from zipccl_core.codec.reduction import Reduction
+from zipccl_core.collective.wire import Wire
 from zipccl_core.strategy.switcher import forget_profiles
 
 BF16 = torch.bfloat16
@@ -190,6 +191,38 @@ def measure(
         name: Sample(spans[name], sent[name] / iterations, cpu[name] / iterations, _digest(made[name][1]))
         for name in plans
     }
+
+
+def blocks(nbytes: int, late_rank: int | None, late_s: float, iterations: int) -> list[tuple[float, dict[int, float]]]:
+    """When an all-to-all began here, and when the last value from each peer had been decoded, on the machine's clock.
+
+    Args:
+        nbytes: of a rank's input.
+        late_rank: begins `late_s` after the others.
+    """
+    ready: dict[int, float] = {}
+    decode = Wire.decode
+
+    def recording(wire: Wire, frame: Frame, out: torch.Tensor, peer: int) -> Any:
+        header = decode(wire, frame, out, peer)
+        ready[peer] = time.monotonic()
+        return header
+
+    call, _ = _call("all_to_all", nbytes, _communicator("pipelined", PLANS["pipelined"]))
+    seen = []
+    Wire.decode = recording  # type: ignore[method-assign, assignment]
+    try:
+        for _ in range(iterations + 1):
+            dist.barrier()
+            ready.clear()
+            begin = time.monotonic()
+            if dist.get_rank() == late_rank:
+                time.sleep(late_s)
+            call()
+            seen.append((begin, dict(ready)))
+    finally:
+        Wire.decode = decode  # type: ignore[method-assign]
+    return seen[1:]
 
 
 def _cpu_s() -> float:

@@ -27,7 +27,7 @@ from typing import Any
 
 import network
 from link_ranks import OPERATIONS, PLANS, Ranks, Sample, measure
-from report import RESULTS, Row, print_head, print_table, write_csv
+from report import RESULTS, Row, expect, print_head, print_table, write_csv
 
 MIB = 1 << 20
 COLUMNS = {
@@ -56,6 +56,8 @@ def main() -> None:
     print_head("collectives over shaped links", "MiB: of the largest tensor of a rank. sent: MiB by a rank's interface")
     rows: list[Row] = []
     print_table(COLUMNS, (line_of(row) for row in sweep(arguments, rows)))
+    if {"native", "adaptive"} <= set(arguments.plans):
+        print_regret(rows)
     write_csv(arguments.output, rows)
 
 
@@ -79,7 +81,7 @@ def cell(
     nbytes = int(size * MIB)
     busy, own = _busy_s(), 0.0
     by_rank: list[dict[str, Sample]] = ranks.run(measure, operation, nbytes, plans, iterations)
-    times = {name: _times([samples[name].spans for samples in by_rank]) for name in plans}
+    times = {name: times_of([samples[name].spans for samples in by_rank]) for name in plans}
     total = sum(map(sum, times.values()))
     own = sum(samples[name].cpu_s for samples in by_rank for name in plans) * iterations
     foreign = max(0.0, _busy_s() - busy - own) / max(total, 1e-9)
@@ -126,6 +128,27 @@ def line_of(row: Row) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def print_regret(rows: Sequence[Row]) -> None:
+    """The adaptive strategy's time over the best fixed plan's, and over native, in every cell."""
+    cells: dict[tuple[object, ...], dict[str, float]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("ranks", "mbit_per_s", "operation", "mib"))
+        cells.setdefault(key, {})[str(row["plan"])] = float(str(row["median_ms"]))
+    lines, regrets, over_native = [], [], []
+    for key, times in cells.items():
+        best = min((plan for plan in times if plan != "adaptive"), key=lambda plan: times[plan])
+        regret, over = times["adaptive"] / times[best], times["adaptive"] / times["native"]
+        regrets.append(regret)
+        over_native.append(over)
+        lines.append((*key, best, f"{regret:.3f}", f"{over:.3f}"))
+    print("# regret of the adaptive strategy")
+    print_table({**dict(list(COLUMNS.items())[:4]), "best fixed": -13, "over best": 9, "over native": 11}, lines)
+    within = sum(regret <= 1.05 for regret in regrets)
+    expect(within == len(regrets), f"at most 1.05 of the best fixed plan (in {within} of {len(regrets)} cells)")
+    within = sum(over <= 1.10 for over in over_native)
+    expect(within == len(over_native), f"at most 1.10 of native (in {within} of {len(over_native)} cells)")
+
+
 def bootstrap(base: Sequence[float], other: Sequence[float], n: int = 1000) -> tuple[float, float]:
     """The 90 % interval of the ratio of medians, over iterations drawn anew."""
     generator, ratios = random.Random(0), []
@@ -136,7 +159,8 @@ def bootstrap(base: Sequence[float], other: Sequence[float], n: int = 1000) -> t
     return ratios[n // 20], ratios[-n // 20]
 
 
-def _times(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+def times_of(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Seconds of each iteration, from the last start to the last end, of the spans of all ranks."""
     return [max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in zip(*spans, strict=True)]
 
 

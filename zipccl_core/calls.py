@@ -171,7 +171,7 @@ class Calls:
         call = self._measured[key]
         if call is None:
             return None
-        if not switcher.has_measured(call.operation):
+        if not switcher.has_measured(call):
             self._worker.drain()
         nbytes = (tensor.numel() if own_numel is None else own_numel) * tensor.element_size()
         known, changed = switcher.known(call, nbytes, tensor if has_values else None)

@@ -35,7 +35,7 @@ class AdaptiveStrategy(Strategy):
     unmeasured_min_nbytes: Annotated[int, Field(ge=0)] = 64 * 1024
     margin: Annotated[float, Field(ge=0, lt=1)] = 0.03
     profile: str | None = None
-    measure_s: Annotated[float, Field(gt=0)] = 0.5
+    measure_s: Annotated[float, Field(gt=0)] = 1.0
     adapt: bool = True
 
     def choose(self, call: Call) -> Plan:

@@ -45,16 +45,18 @@ def volume(operation: Operation, world_size: int) -> Volume:
 def seconds(
     way: Way, operation: Operation, nbytes: float, world_size: int, measured: Measurements, now: Estimates
 ) -> float:
-    """What a call takes: as measured, plus what the model says that other data and another codec speed change."""
-    base = measured.at(way, nbytes)
+    """What a call takes: as measured, plus what the model says that other data, another codec speed, and, beyond the
+    largest size that was measured, more pieces change."""
     if way in (Way.NATIVE, Way.RAW):
-        return base
-    then = measured.estimates
-    per_byte = _wire_s_per_byte(operation, world_size, measured)
-    changed = modelled(way, operation, nbytes, world_size, per_byte, now) - modelled(
-        way, operation, nbytes, world_size, per_byte, then
-    )
-    return max(base + changed, 0.0)
+        return measured.at(way, nbytes)
+    per_byte, largest = _wire_s_per_byte(operation, world_size, measured), float(measured.largest)
+
+    def model(nbytes: float, estimates: Estimates) -> float:
+        return modelled(way, operation, nbytes, world_size, per_byte, estimates)
+
+    nearest, then = min(nbytes, largest), measured.estimates
+    real = measured.at(way, largest) / max(model(largest, then), 1e-12)  # of this machine, where codec and wire share processors
+    return max(measured.at(way, nearest) + real * (model(nbytes, now) - model(nearest, then)), 0.0)
 
 
 def modelled(

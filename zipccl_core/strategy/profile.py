@@ -52,6 +52,7 @@ class Measurements(BaseModel):
         nbytes: what a rank contributes, ascending.
         seconds: by way, one for each size; the median over rounds of the slowest rank's time.
         estimates: those of the frames that were measured.
+        is_cut: whether larger sizes would have taken too long.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +60,12 @@ class Measurements(BaseModel):
     nbytes: tuple[int, ...]
     seconds: dict[Way, tuple[float, ...]]
     estimates: Estimates
+    is_cut: bool = False
+
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured."""
+        return self.nbytes[-1]
 
     def at(self, way: Way, nbytes: float) -> float:
         """Seconds of a way at a size: linear between measured sizes, and on from the last two.

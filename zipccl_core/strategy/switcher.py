@@ -28,6 +28,8 @@ SIZES = tuple((16 << 10) << 2 * step for step in range(6))
 """What a rank contributes to the calls that are measured, bytes: 16 KiB to 16 MiB, as far as time allows."""
 MOST_NBYTES = 256 << 20
 """Of a tensor that is made for measuring."""
+UNKNOWN_NBYTES = 4 << 20
+"""Up to which an operation is measured whose calls do not say their size (all-to-all)."""
 ROUNDS = 5
 FIRST_STEP, LAST_INTERVAL, LAG = 8, 64, 4
 """Calls until figures are gathered first, between two gatherings in the end, and until they count."""
@@ -93,14 +95,16 @@ class Switcher:
         """Whether the figures decide a call; else it is a small one."""
         return call.nbytes is None or call.nbytes >= self._strategy.min_nbytes
 
-    def has_measured(self, operation: Operation) -> bool:
-        """Whether `known` answers at once."""
-        return operation in self._known
+    def has_measured(self, call: Call) -> bool:
+        """Whether `known` answers at once: what was measured reaches up to the call's size, as far as that goes."""
+        known = self._known.get(call.operation)
+        return known is not None and _reaches(known.measured, call)
 
     def known(self, call: Call, nbytes: int, values: Tensor | None) -> tuple[Known, bool]:
         """The figures for a call, which is counted; and whether they have changed, so that choices must be made again.
 
-        The first call of an operation measures it, which takes about `measure_s`; all ranks make that call.
+        The first call of an operation measures it, and so may a larger one, which takes about `measure_s`; all ranks
+        make that call.
 
         Args:
             call: the next of the group's.
@@ -108,7 +112,7 @@ class Switcher:
             values: some of it, for its ratio; None where it has none yet.
         """
         operation, changed = call.operation, False
-        if operation not in self._known:
+        if not self.has_measured(call):
             self._known[operation] = self._first(call, nbytes, values)
             changed = True
         seen = self._seen[operation]
@@ -130,13 +134,14 @@ class Switcher:
             self._key = f"{call.compressed.codec.id} {topology(peers.nodes())}"
             self._profile = self._from_rank_0()
         measured = self._profile.measurements.get(operation)
-        fresh = measured is None
-        if measured is None:
-            measured = self._measure(call)
+        fresh = measured is None or not _reaches(measured, call)
+        if fresh:
+            measured = self._measure(call, measured)
             self._profile = self._profile.having(operation, measured)
             _PROFILES[self._key] = self._profile
             if self._strategy.profile and peers.rank == 0:
                 save(Path(self._strategy.profile), {self._key: self._profile})
+        assert measured is not None
         sampled = NOTHING if values is None else peers.sample(call.compressed, values)
         every = peers.gather([sampled.nbytes, sampled.frame_nbytes, float(nbytes)])()
         estimates = measured.estimates.model_copy(update={"ratio": _ratio(every, measured.estimates.ratio)})
@@ -166,7 +171,8 @@ class Switcher:
             raise ConfigError(f"no profile can be read from {text.removeprefix(_WRONG)}")
         return Profile.model_validate_json(text)
 
-    def _measure(self, call: Call) -> Measurements:
+    def _measure(self, call: Call, smaller: Measurements | None) -> Measurements:
+        """Measures sizes up to the call's, those that have not been, until the time is up."""
         peers, ways = self._peers, list(Way)
         plans = [plan_of(way, call.compressed) for way in ways]
         sampled = peers.sample(call.compressed, None)
@@ -176,21 +182,27 @@ class Switcher:
             encode_s=max(values[2] / values[0] for values in every),
             decode_s=max(values[3] / values[0] for values in every),
         )
-        seconds: dict[Way, list[float]] = {way: [] for way in ways}
-        spent, sizes = 0.0, 0
-        for nbytes in SIZES:
-            if sizes and nbytes * _gathered(call) > MOST_NBYTES:
+        sizes = list(smaller.nbytes) if smaller else []
+        seconds = {way: list(smaller.seconds[way]) if smaller else [] for way in ways}
+        spent, is_cut = 0.0, False
+        for nbytes in SIZES[len(sizes) :]:
+            if sizes and (sizes[-1] >= _needed(call) or nbytes * _gathered(call) > MOST_NBYTES):
                 break
-            mine = peers.timed(call.operation, plans, nbytes, ROUNDS + 1)
+            rounds = ROUNDS
+            if len(sizes) > 1:
+                a_round = 4 * sum(seconds[way][-1] for way in ways)
+                rounds = min(ROUNDS, int((self._strategy.measure_s - spent) / a_round) - 1)
+                if rounds < 1:
+                    is_cut = True
+                    break
+            mine = peers.timed(call.operation, plans, nbytes, rounds + 1)  # the first one warms up
             slowest = [max(times) for times in zip(*peers.gather(mine)(), strict=True)]
             for i, way in enumerate(ways):
-                seconds[way].append(statistics.median(slowest[i + len(ways) :: len(ways)]))  # the first round warms up
-            spent, sizes = spent + sum(slowest), sizes + 1
-            if sizes > 1 and spent + 4 * sum(slowest) > self._strategy.measure_s:
-                break
-        return Measurements(
-            nbytes=SIZES[:sizes], seconds={way: tuple(times) for way, times in seconds.items()}, estimates=estimates
-        )
+                seconds[way].append(statistics.median(slowest[i + len(ways) :: len(ways)]))
+            sizes.append(nbytes)
+            spent += sum(slowest)
+        times = {way: tuple(seconds[way]) for way in ways}
+        return Measurements(nbytes=tuple(sizes), seconds=times, estimates=estimates, is_cut=is_cut)
 
     # ------------------------------------------------------------------ while the job runs
 
@@ -269,6 +281,16 @@ class _Seen:
     def values(self) -> list[float]:
         """As many for every operation, so that all ranks send alike."""
         return [float(self.calls), float(self.nbytes), *(self.sampled or NOTHING)]
+
+
+def _needed(call: Call) -> int:
+    """The size up to which to measure."""
+    wanted = UNKNOWN_NBYTES if call.nbytes is None else call.nbytes
+    return next((nbytes for nbytes in SIZES if nbytes >= wanted), SIZES[-1])
+
+
+def _reaches(measured: Measurements, call: Call) -> bool:
+    return measured.is_cut or measured.largest >= _needed(call) or measured.largest * 4 * _gathered(call) > MOST_NBYTES
 
 
 def _gathered(call: Call) -> int:
