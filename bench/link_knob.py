@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import network
-from link_ranks import CHUNK, OPERATIONS, Ranks, measure
+from forked import Ranks
+from link_ranks import CHUNK, OPERATIONS, measure
 from links import MIB, times_of
 from report import RESULTS, Row, expect, print_head, print_table, write_csv
 
@@ -48,7 +49,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         network.Network(arguments.ranks) as net,
-        Ranks(net, arguments.ranks, Path(folder)) as ranks,
+        Ranks(net, arguments.ranks, Path(folder, "store")) as ranks,
     ):
         net.shape(arguments.mbit)
         print_table(COLUMNS, (line_of(row) for row in sweep(ranks, arguments, rows)))

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import network
-from link_ranks import Ranks, blocks
+from forked import Ranks
+from link_ranks import blocks
 from report import RESULTS, Row, expect, print_head, print_table, write_csv
 
 COLUMNS = {"late ms": 8, "early blocks ms": 16, "min": 8, "all blocks ms": 14}
@@ -44,7 +45,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         network.Network(arguments.ranks) as net,
-        Ranks(net, arguments.ranks, Path(folder)) as ranks,
+        Ranks(net, arguments.ranks, Path(folder, "store")) as ranks,
     ):
         net.shape(arguments.mbit or None)
         for _ in range(arguments.turns):

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import resource
 import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from network import Network, sent_nbytes
+from network import sent_nbytes
 
 from zipccl_core import Codec, Communicator, ExponentCodec, Frame, FrameLayout, ZipCCLConfig
 from zipccl_core.codec.reduction import Reduction
@@ -94,69 +88,6 @@ class Sample(NamedTuple):
     sent_nbytes: float
     cpu_s: float
     digest: str
-
-
-class Ranks:
-    """Forked processes, a node each or several, that carry out what `run` says. A context manager."""
-
-    def __init__(self, network: Network, world_size: int, folder: Path) -> None:
-        fork = get_context("fork")
-        self._pipes, self._processes = [], []
-        store = folder / f"store{world_size}"
-        store.unlink(missing_ok=True)
-        for rank in range(world_size):
-            here, there = fork.Pipe()
-            process = fork.Process(target=_serve, args=(network, rank, world_size, store, there), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        self.run(_ready)
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a function of this module returns on each rank."""
-        for pipe in self._pipes:
-            pipe.send((function.__name__, arguments))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            ended_well, value = pipe.recv()
-            if not ended_well:
-                raise RuntimeError(f"rank {rank}: {value}")
-            answers.append(value)
-        return answers
-
-
-def _serve(network: Network, rank: int, world_size: int, store: Path, pipe: Connection) -> None:
-    try:
-        torch.set_num_threads(1)
-        network.enter(rank * network.n_nodes // world_size)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=120),
-        )
-        while True:
-            name, arguments = pipe.recv()
-            pipe.send((True, globals()[name](*arguments)))
-    except EOFError:
-        pass
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    os._exit(0)
-
-
-def _ready() -> None:
-    dist.barrier()
 
 
 def measure(

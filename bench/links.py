@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import network
-from link_ranks import OPERATIONS, PLANS, Ranks, Sample, measure
+from forked import Ranks
+from link_ranks import OPERATIONS, PLANS, Sample, measure
 from report import RESULTS, Row, expect, print_head, print_table, write_csv
 
 MIB = 1 << 20
@@ -66,7 +67,10 @@ def sweep(arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Row]:
     plans = {name: PLANS[name] for name in arguments.plans}
     with tempfile.TemporaryDirectory() as folder:
         for world_size in arguments.ranks:
-            with network.Network(world_size) as net, Ranks(net, world_size, Path(folder)) as ranks:
+            with (
+                network.Network(world_size) as net,
+                Ranks(net, world_size, Path(folder, f"store{world_size}")) as ranks,
+            ):
                 for rate, operation, size in itertools.product(arguments.rates, arguments.operations, arguments.sizes):
                     net.shape(rate or None)
                     made = cell(ranks, world_size, rate, operation, size, plans, arguments.iterations)

@@ -99,3 +99,57 @@ def test_committed_results_have_the_columns(name: str) -> None:
     if name != "ratio.csv":
         assert {"metric", "unit", "p20", "p50", "p80"} <= rows[0].keys()
     assert all(row.get("wrong", "0") == "0" for row in rows)
+
+
+def shaped() -> None:
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        import network
+    finally:
+        sys.path.remove(str(ROOT / "bench"))
+    reason = network.missing()
+    if reason:
+        pytest.skip(reason)
+
+
+def test_links(tmp_path: Path) -> None:
+    """All plans over a shaped link: the same bits, fewer bytes, and a table of regret."""
+    shaped()
+    out = tmp_path / "links.csv"
+    arguments = ("--ranks", "2", "--rates", "1000", "--sizes", "0.5", "--iterations", "2", "--output", out)
+    printed = bench("links.py", *arguments)
+    rows = read(out)
+    assert len(rows) == 5 * 5
+    assert all(row["bits"] == "equal" for row in rows)
+    sent = {(row["operation"], row["plan"]): float(row["sent_mib"]) for row in rows}
+    for operation in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"):
+        assert sent[operation, "pipelined"] < 0.8 * sent[operation, "raw"]
+    assert "over native" in printed
+
+
+def test_links_of_a_late_rank_and_of_a_slow_codec(tmp_path: Path) -> None:
+    shaped()
+    out = tmp_path / "late.csv"
+    bench("link_late.py", "--mib", "0.5", "--iterations", "1", "--turns", "1", "--output", out)
+    assert [row["late_ms"] for row in read(out)] == ["0.0", "100.0"]
+    out = tmp_path / "knob.csv"
+    bench("link_knob.py", "--mib", "1", "--ratios", "1", "50", "--iterations", "1", "--output", out)
+    assert [row["codec_to_wire"] for row in read(out)] == ["1.0", "50.0"]
+
+
+def test_training_steps(tmp_path: Path) -> None:
+    shaped()
+    pytest.importorskip("deepspeed")
+    out = tmp_path / "train.csv"
+    small = ("--hidden", "64", "--layers", "1", "--steps", "1", "--turns", "1")
+    bench("train.py", *small, "--output", out)
+    assert [(row["model"], row["losses"]) for row in read(out)] == [("zero3", "equal"), ("moe", "equal")]
+
+
+def test_a_bench_that_needs_root_says_so(tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    for script in ("links.py", "link_late.py", "link_knob.py", "train.py"):
+        command = [sys.executable, ROOT / "bench" / script]
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert "skipped: there is no `ip`" in result.stdout

@@ -55,7 +55,9 @@ def seconds(
         return modelled(way, operation, nbytes, world_size, per_byte, estimates)
 
     nearest, then = min(nbytes, largest), measured.estimates
-    real = measured.at(way, largest) / max(model(largest, then), 1e-12)  # of this machine, where codec and wire share processors
+    real = measured.at(way, largest) / max(
+        model(largest, then), 1e-12
+    )  # of this machine, where codec and wire share processors
     return max(measured.at(way, nearest) + real * (model(nbytes, now) - model(nearest, then)), 0.0)
 
 
