@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import resource
 import time
 from collections.abc import Callable
@@ -80,20 +81,18 @@ class Sample(NamedTuple):
     Attributes:
         spans: seconds on the machine's clock.
         sent_nbytes: by the interface, for an iteration.
-        cpu_s: of this process, for an iteration.
         digest: of the result's bits.
     """
 
     spans: list[tuple[float, float]]
     sent_nbytes: float
-    cpu_s: float
     digest: str
 
 
 def measure(
     operation: str, nbytes: int, plans: dict[str, dict[str, Any] | None], iterations: int, warm: int = 1
 ) -> dict[str, Sample]:
-    """Every plan once an iteration, in turn, each behind a barrier.
+    """Every plan once an iteration, in random order, each behind a barrier.
 
     Args:
         operation: one of OPERATIONS.
@@ -102,14 +101,14 @@ def measure(
     """
     made = {name: _call(operation, nbytes, _communicator(name, plan)) for name, plan in plans.items()}
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
-    sent, cpu = dict.fromkeys(plans, 0), dict.fromkeys(plans, 0.0)
-    names = list(plans)
+    sent = dict.fromkeys(plans, 0)
+    names, shuffled = list(plans), random.Random(0)
     for iteration in range(-warm, iterations):
-        turn = iteration % len(names)
-        for name in names[turn:] + names[:turn]:
+        shuffled.shuffle(names)  # alike on all ranks; what runs first leaves caches behind
+        for name in names:
             call = made[name][0]
             dist.barrier()
-            sent_before, cpu_before = sent_nbytes(), _cpu_s()
+            sent_before = sent_nbytes()
             begin = time.monotonic()
             call()
             end = time.monotonic()
@@ -117,11 +116,7 @@ def measure(
             if iteration >= 0:
                 spans[name].append((begin, end))
                 sent[name] += sent_nbytes() - sent_before
-                cpu[name] += _cpu_s() - cpu_before
-    return {
-        name: Sample(spans[name], sent[name] / iterations, cpu[name] / iterations, _digest(made[name][1]))
-        for name in plans
-    }
+    return {name: Sample(spans[name], sent[name] / iterations, _digest(made[name][1])) for name in plans}
 
 
 def blocks(nbytes: int, late_rank: int | None, late_s: float, iterations: int) -> list[tuple[float, dict[int, float]]]:
@@ -156,9 +151,9 @@ def blocks(nbytes: int, late_rank: int | None, late_s: float, iterations: int) -
     return seen[1:]
 
 
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def program_s() -> float:
+    """Processor time of this process so far, without the kernel's part."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
 def _digest(tensor: torch.Tensor) -> str:

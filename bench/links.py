@@ -5,11 +5,11 @@
     python bench/links.py --plot                               # draws the committed results again
 
 Ranks are forked processes in network namespaces, a node each (bench/network.py); links are shaped by tc. It needs root
-and says so where it cannot run. Every iteration takes each plan once behind a barrier, in an order that turns; a time
+and says so where it cannot run. Every iteration takes each plan once behind a barrier, in random order; a time
 is from the last start to the last end on the one clock. Results are compared by their bits. Bytes are the interface's
 counters. Intervals are of the ratio of medians, by bootstrap over iterations, 90 %.
 
-Rows that are no evidence are marked: `load` where other processes had more than 0.2 cores, `line` where the raw
+Rows that are no evidence are marked: `load` where other programs had more than 0.2 cores, `line` where the raw
 schedule did not reach 85 % of the line's rate, so that not the line was measured but the processors.
 """
 
@@ -21,13 +21,14 @@ import os
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import network
 from forked import Ranks
-from link_ranks import OPERATIONS, PLANS, Sample, measure
+from link_ranks import OPERATIONS, PLANS, Sample, measure, program_s
 from report import RESULTS, Row, expect, print_head, print_table, write_csv
 
 MIB = 1 << 20
@@ -47,7 +48,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.0625, 1, 4, 16, 64], help="MiB")
     parser.add_argument("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=list(PLANS))
-    parser.add_argument("--iterations", type=int, default=9)
+    parser.add_argument(
+        "--iterations", type=int, default=9, help="of cells above 1 MiB; smaller ones have 4 times as many"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "links.csv")
     arguments = parser.parse_args()
     reason = network.missing()
@@ -73,7 +76,9 @@ def sweep(arguments: argparse.Namespace, rows: list[Row]) -> Iterator[Row]:
             ):
                 for rate, operation, size in itertools.product(arguments.rates, arguments.operations, arguments.sizes):
                     net.shape(rate or None)
-                    made = cell(ranks, world_size, rate, operation, size, plans, arguments.iterations)
+                    made = cell(
+                        ranks, world_size, rate, operation, size, plans, arguments.iterations * (4 if size <= 1 else 1)
+                    )
                     rows += made
                     yield from made
 
@@ -83,12 +88,12 @@ def cell(
 ) -> list[Row]:
     """The rows of one operation and size at one rate."""
     nbytes = int(size * MIB)
-    busy, own = _busy_s(), 0.0
+    own, busy, began = program_s() + sum(ranks.run(program_s)), _busy_s(), time.monotonic()
     by_rank: list[dict[str, Sample]] = ranks.run(measure, operation, nbytes, plans, iterations)
+    busy, took = _busy_s() - busy, time.monotonic() - began
+    own = program_s() + sum(ranks.run(program_s)) - own
+    foreign = max(0.0, busy - own) / took
     times = {name: times_of([samples[name].spans for samples in by_rank]) for name in plans}
-    total = sum(map(sum, times.values()))
-    own = sum(samples[name].cpu_s for samples in by_rank for name in plans) * iterations
-    foreign = max(0.0, _busy_s() - busy - own) / max(total, 1e-9)
     sent = {name: max(samples[name].sent_nbytes for samples in by_rank) for name in plans}
     wrong = _different([{name: samples[name].digest for name in plans} for samples in by_rank], operation)
     line_s = _line_nbytes(operation, nbytes, world_size) * 8 / (rate * 1e6) if rate else 0.0
@@ -175,20 +180,21 @@ def _line_nbytes(operation: str, nbytes: int, world_size: int) -> float:
 
 
 def _different(digests: Sequence[dict[str, str]], operation: str) -> set[str]:
-    """Plans whose result is not the raw schedule's, or for what only moves data, the native one's."""
-    base = "raw" if operation == "reduce_scatter" else "native"
+    """Plans whose result is not the native one's; a reduce-scatter's may be that of the raw schedule, whose order of
+    additions is ZipCCL's."""
+    bases = ("native", "raw") if operation == "reduce_scatter" else ("native",)
     return {
         name
         for rank in digests
         for name, digest in rank.items()
-        if base in rank and digest != rank[base] and not (operation == "reduce_scatter" and name == "native")
+        if "native" in rank and digest not in [rank[base] for base in bases if base in rank]
     }
 
 
 def _busy_s() -> float:
-    """Processor time of all processes so far; not of interrupts, which carry this benchmark's packets."""
-    user, nice, system = map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
-    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+    """Time of all programs on processors so far; not the kernel's, which carries this benchmark's packets."""
+    user, nice = map(int, Path("/proc/stat").read_text().split(maxsplit=3)[1:3])
+    return (user + nice) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from zipccl_core.collective.transport import Transport
     from zipccl_core.strategy.base import Plan
 
-SAMPLE_NUMEL = 128 << 10
+SAMPLE_NUMEL = 64 << 10
 _FEWEST_ON_NODES = 4  # two nodes of two
-_SAMPLE_ROUNDS = 3
+_SAMPLE_ROUNDS = 5
 
 
 class GroupProbe:

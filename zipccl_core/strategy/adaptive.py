@@ -12,6 +12,8 @@ from zipccl_core.strategy.cost import PIECE_NBYTES, WHOLE_NBYTES, seconds
 from zipccl_core.strategy.profile import Way
 
 _RAW = RawCodec()
+_PREFERENCE = (Way.PIPELINED, Way.RAW, Way.WHOLE)
+"""Behind native. What comes later must promise more than the margin less: what is so near may be noise."""
 
 
 class AdaptiveStrategy(Strategy):
@@ -23,7 +25,9 @@ class AdaptiveStrategy(Strategy):
     Args:
         min_nbytes: smaller calls are native, and measure nothing.
         unmeasured_min_nbytes: of calls that go by size, those that are compressed.
-        margin: how much less time than native another way must promise, as a part of native's.
+        margin: how much less time than native another way must promise, as a part of native's; also what raw and whole
+            must promise to be taken before pipelined.
+        margin_s: the former in seconds.
         profile: a file for profiles. Rank 0 reads it, and adds what it does not have.
         measure_s: seconds that measuring one operation may take, about.
         adapt: whether ratio and codec speed are estimated again while the job runs. Without, and with a profile that
@@ -34,8 +38,9 @@ class AdaptiveStrategy(Strategy):
     min_nbytes: Annotated[int, Field(ge=0)] = 16 * 1024
     unmeasured_min_nbytes: Annotated[int, Field(ge=0)] = 64 * 1024
     margin: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    margin_s: Annotated[float, Field(ge=0)] = 1e-4
     profile: str | None = None
-    measure_s: Annotated[float, Field(gt=0)] = 1.0
+    measure_s: Annotated[float, Field(gt=0)] = 2.0
     adapt: bool = True
 
     def choose(self, call: Call) -> Plan:
@@ -50,9 +55,11 @@ class AdaptiveStrategy(Strategy):
     def way(self, call: Call) -> Way:
         """The way of a call whose group has been measured."""
         assert call.known is not None
-        costs = self.costs(call)
-        best = min(costs, key=lambda way: costs[way])
-        return best if costs[best] < costs[Way.NATIVE] * (1 - self.margin) else Way.NATIVE
+        costs, best = self.costs(call), Way.NATIVE
+        for way in _PREFERENCE:
+            least = costs[best] * (1 - self.margin) - (self.margin_s if best == Way.NATIVE else 0.0)
+            best = way if costs[way] < least else best
+        return best
 
     def costs(self, call: Call) -> dict[Way, float]:
         """Seconds that each way promises."""

@@ -28,10 +28,11 @@ SIZES = tuple((16 << 10) << 2 * step for step in range(6))
 """What a rank contributes to the calls that are measured, bytes: 16 KiB to 16 MiB, as far as time allows."""
 MOST_NBYTES = 256 << 20
 """Of a tensor that is made for measuring."""
-UNKNOWN_NBYTES = 4 << 20
-"""Up to which an operation is measured whose calls do not say their size (all-to-all)."""
 ROUNDS = 5
-FIRST_STEP, LAST_INTERVAL, LAG = 8, 64, 4
+ENOUGH_S = 0.01
+"""For a way at a size: where five rounds take less, there are more, since short times vary."""
+MOST_ROUNDS = 25
+FIRST_STEP, LAST_INTERVAL, LAG = 8, 256, 4
 """Calls until figures are gathered first, between two gatherings in the end, and until they count."""
 DEAD_BANDS = {"ratio": 0.05, "encode_s": 0.25, "decode_s": 0.25, "typical_nbytes": 0.25}
 """How far, as a part of itself, a figure must move to count: what is near a break-even does not go to and fro."""
@@ -98,7 +99,7 @@ class Switcher:
     def has_measured(self, call: Call) -> bool:
         """Whether `known` answers at once: what was measured reaches up to the call's size, as far as that goes."""
         known = self._known.get(call.operation)
-        return known is not None and _reaches(known.measured, call)
+        return known is not None and _reaches(known.measured, call, known.typical_nbytes)
 
     def known(self, call: Call, nbytes: int, values: Tensor | None) -> tuple[Known, bool]:
         """The figures for a call, which is counted; and whether they have changed, so that choices must be made again.
@@ -129,23 +130,24 @@ class Switcher:
     def _first(self, call: Call, nbytes: int, values: Tensor | None) -> Known:
         begin = perf_counter()
         peers, operation = self._peers, call.operation
+        sampled = NOTHING if values is None else peers.sample(call.compressed, values)
+        every = peers.gather([sampled.nbytes, sampled.frame_nbytes, float(nbytes)])()
+        typical = sum(values[2] for values in every) / len(every)
         if not self._key:
             assert call.compressed.codec is not None
             self._key = f"{call.compressed.codec.id} {topology(peers.nodes())}"
             self._profile = self._from_rank_0()
         measured = self._profile.measurements.get(operation)
-        fresh = measured is None or not _reaches(measured, call)
+        fresh = measured is None or not _reaches(measured, call, typical)
         if fresh:
-            measured = self._measure(call, measured)
+            measured = self._measure(call, _needed(call, typical), measured)
             self._profile = self._profile.having(operation, measured)
             _PROFILES[self._key] = self._profile
             if self._strategy.profile and peers.rank == 0:
                 save(Path(self._strategy.profile), {self._key: self._profile})
         assert measured is not None
-        sampled = NOTHING if values is None else peers.sample(call.compressed, values)
-        every = peers.gather([sampled.nbytes, sampled.frame_nbytes, float(nbytes)])()
         estimates = measured.estimates.model_copy(update={"ratio": _ratio(every, measured.estimates.ratio)})
-        known = Known(measured, estimates, sum(values[2] for values in every) / len(every))
+        known = Known(measured, estimates, typical)
         if peers.rank == 0:
             logger.info(
                 "zipccl: group %r: %s %s in %.2f s: %s",
@@ -171,8 +173,8 @@ class Switcher:
             raise ConfigError(f"no profile can be read from {text.removeprefix(_WRONG)}")
         return Profile.model_validate_json(text)
 
-    def _measure(self, call: Call, smaller: Measurements | None) -> Measurements:
-        """Measures sizes up to the call's, those that have not been, until the time is up."""
+    def _measure(self, call: Call, needed: int, smaller: Measurements | None) -> Measurements:
+        """Measures sizes up to the one that is needed, those that have not been, until the time is up."""
         peers, ways = self._peers, list(Way)
         plans = [plan_of(way, call.compressed) for way in ways]
         sampled = peers.sample(call.compressed, None)
@@ -186,12 +188,14 @@ class Switcher:
         seconds = {way: list(smaller.seconds[way]) if smaller else [] for way in ways}
         spent, is_cut = 0.0, False
         for nbytes in SIZES[len(sizes) :]:
-            if sizes and (sizes[-1] >= _needed(call) or nbytes * _gathered(call) > MOST_NBYTES):
+            if sizes and (sizes[-1] >= needed or nbytes * _gathered(call) > MOST_NBYTES):
                 break
-            rounds = ROUNDS
-            if len(sizes) > 1:
+            rounds = MOST_ROUNDS
+            if sizes:
                 a_round = 4 * sum(seconds[way][-1] for way in ways)
-                rounds = min(ROUNDS, int((self._strategy.measure_s - spent) / a_round) - 1)
+                rounds = max(ROUNDS, min(MOST_ROUNDS, int(ENOUGH_S * len(ways) / a_round)))
+                if len(sizes) > 1:
+                    rounds = min(rounds, int((self._strategy.measure_s - spent) / a_round) - 1)
                 if rounds < 1:
                     is_cut = True
                     break
@@ -283,14 +287,15 @@ class _Seen:
         return [float(self.calls), float(self.nbytes), *(self.sampled or NOTHING)]
 
 
-def _needed(call: Call) -> int:
+def _needed(call: Call, typical_nbytes: float) -> int:
     """The size up to which to measure."""
-    wanted = UNKNOWN_NBYTES if call.nbytes is None else call.nbytes
+    wanted = typical_nbytes if call.nbytes is None else call.nbytes
     return next((nbytes for nbytes in SIZES if nbytes >= wanted), SIZES[-1])
 
 
-def _reaches(measured: Measurements, call: Call) -> bool:
-    return measured.is_cut or measured.largest >= _needed(call) or measured.largest * 4 * _gathered(call) > MOST_NBYTES
+def _reaches(measured: Measurements, call: Call, typical_nbytes: float) -> bool:
+    needed, next_one = _needed(call, typical_nbytes), 4 * measured.largest
+    return measured.is_cut or measured.largest >= needed or next_one * _gathered(call) > MOST_NBYTES
 
 
 def _gathered(call: Call) -> int:
