@@ -105,8 +105,8 @@ class ZipCCLConfig(_Section):
             fit follows.
         dynamic_cap: see there. Normally distributed values need 0.03, gradients up to 0.07.
         ranks_per_node: where a group has several ranks on each of several nodes, all-gathers send between nodes once
-            for a node, and pass on inside. 0 (default) finds out which ranks share a node; a number says that so many
-            consecutive ranks do, 1 that none do.
+            for a node, and pass on inside. 0 finds out which ranks share a node, for which the first call waits for all
+            ranks; a number says that so many consecutive ranks do; 1 (default) that none do.
         operations: overrides for single operations: `all_gather`, `reduce_scatter`, `all_to_all`, `all_reduce`,
             `broadcast`, `send_recv`.
 
@@ -121,7 +121,7 @@ class ZipCCLConfig(_Section):
     chunk_nbytes: ChunkNbytes = 4 << 20
     dynamic_sizes: Literal["exact", "capped"] = "exact"
     dynamic_cap: Annotated[float, Field(gt=0, le=2)] = 0.08
-    ranks_per_node: Annotated[int, Field(ge=0)] = 0
+    ranks_per_node: Annotated[int, Field(ge=0)] = 1
     operations: Annotated[dict[Operation, OperationConfig], BeforeValidator(_known_operations)] = {}
 
     @classmethod
