@@ -39,9 +39,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "link_knob.csv")
     arguments = parser.parse_args()
-    reason = network.missing()
-    if reason:
-        print(f"bench/link_knob.py: skipped: {reason}")
+    if network.skips("bench/link_knob.py"):
         return
     head = f"{arguments.operation} of {arguments.mib:g} MiB, {arguments.ranks} ranks, {arguments.mbit:g} Mbit/s"
     print_head(head, "milliseconds; goes: by the bytes that the adaptive strategy sent")

@@ -34,9 +34,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS / "link_late.csv")
     arguments = parser.parse_args()
-    reason = network.missing()
-    if reason:
-        print(f"bench/link_late.py: skipped: {reason}")
+    if network.skips("bench/link_late.py"):
         return
     print_head(f"all-to-all of {arguments.mib:g} MiB, {arguments.ranks} ranks, {arguments.mbit:g} Mbit/s")
     late_rank, nbytes = arguments.ranks - 1, int(arguments.mib * (1 << 20))

@@ -29,7 +29,7 @@ from typing import Any
 import network
 from forked import Ranks
 from link_ranks import OPERATIONS, PLANS, Sample, measure, program_s
-from report import RESULTS, Row, expect, print_head, print_table, write_csv
+from report import RESULTS, Row, expect, print_head, print_table, read_csv, write_csv
 
 MIB = 1 << 20
 COLUMNS = {
@@ -52,10 +52,12 @@ def main() -> None:
         "--iterations", type=int, default=9, help="of cells above 1 MiB; smaller ones have 4 times as many"
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "links.csv")
+    parser.add_argument("--plot", action="store_true", help="draw --output's rows, without measuring")
     arguments = parser.parse_args()
-    reason = network.missing()
-    if reason:
-        print(f"bench/links.py: skipped: {reason}")
+    if arguments.plot:
+        draw(arguments.output)
+        return
+    if network.skips("bench/links.py"):
         return
     print_head("collectives over shaped links", "MiB: of the largest tensor of a rank. sent: MiB by a rank's interface")
     rows: list[Row] = []
@@ -166,6 +168,38 @@ def bootstrap(base: Sequence[float], other: Sequence[float], n: int = 1000) -> t
         ratios.append(statistics.median(base[i] for i in drawn) / statistics.median(other[i] for i in drawn))
     ratios.sort()
     return ratios[n // 20], ratios[-n // 20]
+
+
+def draw(path: Path) -> None:
+    """Draws the speed-up over the raw schedule at each rate, for 16 MiB, beside the CSV."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in read_csv(path) if row["mib"] == "16.0" and row["mbit_per_s"]]
+    operations = [operation for operation in OPERATIONS if any(row["operation"] == operation for row in rows)]
+    figure, axes = plt.subplots(1, len(operations), figsize=(3.2 * len(operations), 3.4), sharey=True, squeeze=False)
+    for axis, operation in zip(axes[0], operations, strict=True):
+        for color, plan in enumerate(("native", "one-shot", "pipelined", "adaptive")):
+            for world_size, style in (("2", "-"), ("4", ":")):
+                chosen = [
+                    row
+                    for row in rows
+                    if (row["operation"], row["plan"], row["ranks"]) == (operation, plan, world_size)
+                ]
+                rates = [float(row["mbit_per_s"]) for row in chosen]
+                gains = [float(row["raw_over_this"]) for row in chosen]
+                axis.plot(
+                    rates, gains, style, color=f"C{color}", marker="o", markersize=3, label=f"{plan}, {world_size}"
+                )
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set(title=operation, xlabel="Mbit/s", xscale="log")
+    axes[0][0].set_ylabel("times as fast as raw, 16 MiB")
+    axes[0][-1].legend(fontsize=6, title="plan, ranks", title_fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+    print(f"# drawn: {os.path.relpath(path.with_suffix('.png'))}")
 
 
 def times_of(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:

@@ -33,6 +33,14 @@ def missing() -> str | None:
     return None
 
 
+def skips(script: str) -> bool:
+    """Whether a benchmark cannot run here, which it says."""
+    reason = missing()
+    if reason:
+        print(f"{script}: skipped: {reason}")
+    return reason is not None
+
+
 class Network:
     """Nodes 0 to n - 1, each with one link to a switch. A context manager; what dead processes left is removed.
 

@@ -121,9 +121,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--output", type=Path, default=RESULTS / "train.csv")
     arguments = parser.parse_args()
-    reason = network.missing()
-    if reason:
-        print(f"bench/train.py: skipped: {reason}")
+    if network.skips("bench/train.py"):
         return
     print_head("training steps over a shaped link", "faster: native over zipccl. bytes: native over zipccl, sent")
     rows = [train(model, arguments) for model in arguments.models]

@@ -116,7 +116,7 @@ def test_links(tmp_path: Path) -> None:
     """All plans over a shaped link: the same bits, fewer bytes, and a table of regret."""
     shaped()
     out = tmp_path / "links.csv"
-    arguments = ("--ranks", "2", "--rates", "1000", "--sizes", "0.5", "--iterations", "2", "--output", out)
+    arguments = ("--ranks", "2", "--rates", "1000", "--sizes", "16", "--iterations", "2", "--output", out)
     printed = bench("links.py", *arguments)
     rows = read(out)
     assert len(rows) == 5 * 5
@@ -125,6 +125,10 @@ def test_links(tmp_path: Path) -> None:
     for operation in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"):
         assert sent[operation, "pipelined"] < 0.8 * sent[operation, "raw"]
     assert "over native" in printed
+
+    pytest.importorskip("matplotlib")
+    bench("links.py", "--plot", "--output", out)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_links_of_a_late_rank_and_of_a_slow_codec(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import os
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import accelerate
@@ -34,13 +35,13 @@ _MODE = "_zipccl_mode"  # of an Accelerator with the plugin
 _originals: dict[str, Callable[..., Any]] = {}
 
 
-class Handler(KwargsHandler):  # type: ignore[misc]  # accelerate has no types
+class Handler(KwargsHandler, ABC):  # type: ignore[misc]  # accelerate has no types
     """A kwargs handler that Accelerate does not know: what `ZipCCLPlugin` is."""
 
     @property
+    @abstractmethod
     def config(self) -> ZipCCLConfig:
         """What is to be compressed, and how."""
-        raise NotImplementedError
 
 
 def install() -> None:

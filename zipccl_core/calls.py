@@ -26,11 +26,10 @@ from zipccl_core.collective.worker import EXIT_PATIENCE_S, Worker
 from zipccl_core.config import ZipCCLConfig
 from zipccl_core.errors import ZipCCLError
 from zipccl_core.observe.statistics import Statistics
+from zipccl_core.plans import Plans
 from zipccl_core.probe import GroupProbe
-from zipccl_core.strategy.adaptive import AdaptiveStrategy
-from zipccl_core.strategy.base import Call, Known, Plan
+from zipccl_core.strategy.base import Plan
 from zipccl_core.strategy.operation import Operation
-from zipccl_core.strategy.switcher import Switcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,9 +45,7 @@ SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 Native = Callable[[], Any]
 
 _ADDITIONS = (SUM, AVG, dist.ReduceOp.PREMUL_SUM)
-_Key = tuple[Operation, torch.dtype, "int | None"]
 _REDUCTIONS = (Operation.REDUCE_SCATTER, Operation.ALL_REDUCE)
-_MOST_PLANS = 4096
 _MOST_OPEN_SENDS = 64
 
 
@@ -80,23 +77,18 @@ class Calls:
         self._devices = dict(devices or {})
         self._paths: dict[torch.device, DevicePath] = {}
         self._works_on: dict[torch.device, set[Operation]] = {}
-        self.configure(ZipCCLConfig.of(config))
+        self._begin(ZipCCLConfig.of(config))
 
     def configure(self, config: ZipCCLConfig) -> None:
         """Changes the configuration; all ranks must do so between the same two calls."""
+        self._plans.settle()
+        self._begin(config)
+
+    def _begin(self, config: ZipCCLConfig) -> None:
         self.config = config
-        self._plans: dict[_Key, Plan] = {}
-        self._measured: dict[_Key, Call | None] = {}
         self._works_on.clear()
-        probe = self._probe = GroupProbe(
-            self.group, self.transport, self._call_numbers, self.name, self.config.ranks_per_node
-        )
-        made: dict[AdaptiveStrategy, Switcher] = {}
-        self._switchers: dict[Operation, Switcher] = {}
-        for operation in Operation:
-            strategy = config.strategy_of(operation)
-            if isinstance(strategy, AdaptiveStrategy) and operation != Operation.SEND_RECV:
-                self._switchers[operation] = made.setdefault(strategy, Switcher(strategy, probe))
+        self._probe = GroupProbe(self.group, self.transport, self._call_numbers, self.name, config.ranks_per_node)
+        self._plans = Plans(config, self._probe, self._worker.drain)
 
     def stats(self) -> Statistics:
         """The counters of this group so far."""
@@ -105,6 +97,7 @@ class Calls:
     def close(self) -> None:
         """Ends the worker threads after the calls under way."""
         self._worker.stop()
+        self._plans.abandon()
         with ExitStack() as stack:
             stack.callback(self.transport.close)
             stack.callback(self._sends.stop, EXIT_PATIENCE_S)
@@ -144,40 +137,12 @@ class Calls:
             return None
         where = tensor.device
         on_cpu = where.type == "cpu" and where not in self._devices
-        key = (operation, tensor.dtype, numel)
-        switcher = self._switchers.get(operation) if on_cpu else None
-        known = None
-        if switcher is not None:
-            own_numel = numel if own_numel is None else own_numel
-            known = self._known(switcher, key, tensor, own_numel, has_values)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _MOST_PLANS:  # sizes that change from step to step
-                self._plans.clear()
-            plan = self._plans[key] = self.config.plan(*key, self.world_size, known)
+        if own_numel is None:
+            own_numel = tensor.numel() if numel is None else numel
+        plan = self._plans.of(operation, tensor, numel, own_numel, has_values, on_cpu)
         if plan.codec is None:
             return None
         return plan if on_cpu or self._works(where, operation) else None
-
-    def _known(
-        self, switcher: Switcher, key: _Key, tensor: Tensor, own_numel: int | None, has_values: bool
-    ) -> Known | None:
-        """What all ranks know for the next call of an operation. It may wait for them, and measure."""
-        if key not in self._measured:
-            if len(self._measured) >= _MOST_PLANS:
-                self._measured.clear()
-            call = self.config.call(*key, self.world_size)
-            self._measured[key] = call if call is not None and switcher.measures(call) else None
-        call = self._measured[key]
-        if call is None:
-            return None
-        if not switcher.has_measured(call):
-            self._worker.drain()
-        nbytes = (tensor.numel() if own_numel is None else own_numel) * tensor.element_size()
-        known, changed = switcher.known(call, nbytes, tensor if has_values else None)
-        if changed:
-            self._plans.clear()
-        return known
 
     def _works(self, where: torch.device, operation: Operation) -> bool:
         """Whether an operation's frames can be made on a device: on all ranks, which ask each other once."""

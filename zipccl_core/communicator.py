@@ -123,8 +123,8 @@ class Communicator(Calls):
     ) -> Work | None:
         """Sends `input_list[r]` to rank r, which receives it in its `output_list[rank]`."""
         native = native or partial(dist.all_to_all, output_list, input_list, group=self.group, async_op=async_op)
-        numel = sum(part.numel() for part in input_list)
-        plan = self._plan(Operation.ALL_TO_ALL, input_list[0], None, own_numel=numel)
+        largest, numel = max(input_list, key=torch.numel), sum(map(torch.numel, input_list))
+        plan = self._plan(Operation.ALL_TO_ALL, largest, None, own_numel=numel)
         if plan is None:
             return self._native(Operation.ALL_TO_ALL, native, *input_list)
         require_equal("all_to_all: input list", len(input_list), "world size", self.world_size)

@@ -176,7 +176,11 @@ class ZipCCLConfig(_Section):
         chunk_numel = (override.chunk_nbytes or self.chunk_nbytes) // 2048 * 1024
         capped = (override.dynamic_sizes or self.dynamic_sizes) == "capped"
         compressed = Plan(
-            codec, chunk_numel, override.reduction or self.reduction, self.dynamic_cap if capped else None
+            codec,
+            chunk_numel,
+            override.reduction or self.reduction,
+            self.dynamic_cap if capped else None,
+            getattr(codec, "threads", None),
         )
         return Call(operation, dtype, numel, world_size, compressed)
 

@@ -76,11 +76,11 @@ class GroupProbe:
         return AllGather() if place_of(self.rank, nodes) is None else HierarchicalAllGather(nodes)
 
     def _node(self) -> float:
-        """Something that names this rank's node: its host and, where there are such, its network namespace."""
+        """Something that names this rank's node: its host, its boot and its network namespace, where there are such."""
         if self._ranks_per_node:
             return float(dist.get_rank() // self._ranks_per_node)
-        namespace = Path("/proc/self/ns/net")
-        there = namespace.readlink() if namespace.exists() else ""
+        namespace, boot = Path("/proc/self/ns/net"), Path("/proc/sys/kernel/random/boot_id")
+        there = [namespace.readlink() if namespace.exists() else "", boot.read_text() if boot.exists() else ""]
         return float(zlib.crc32(f"{socket.gethostname()} {there}".encode()))
 
     def gather(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
@@ -105,6 +105,8 @@ class GroupProbe:
         """Rank 0's text."""
         data = text.encode() if self.rank == 0 else b""
         nbytes = int(self.gather([float(len(data))])()[0][0])
+        if nbytes == 0:
+            return ""
         tag = chunk_tag(next(self._calls), 0)
         if self.rank == 0:
             message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -115,19 +117,23 @@ class GroupProbe:
         self._transport.recv(into, 0, tag).wait()
         return into.numpy().tobytes().decode()
 
-    def timed(self, operation: Operation, plans: Sequence[Plan], nbytes: int, rounds: int) -> list[float]:
-        """Seconds of calls of normally distributed bfloat16 values: every plan in turn, so many rounds."""
+    def timed(self, operation: Operation, plans: Sequence[Plan], nbytes: int) -> Callable[[int], list[float]]:
+        """Makes normally distributed bfloat16 values; see `Peers`."""
         numel = max(nbytes // 2 // self.world_size, 1) * self.world_size
         values = _normal(numel, self.rank)
-        output = _normal(numel * self.world_size if operation == Operation.ALL_GATHER else numel, 0)
-        times = []
-        for plan in list(plans) * rounds:
+        n_outputs = self.world_size if operation == Operation.ALL_GATHER else 1
+        output = empty(numel * n_outputs, dtype=values.dtype, device="cpu")
+
+        def seconds(plan: Plan) -> float:
+            if operation == Operation.ALL_REDUCE:
+                output.copy_(values)  # natively it is in place, and a sum of sums of sums would overflow
             call = (self._native if plan.codec is None else partial(self._ours, plan))(operation, output, values)
             self.gather([])()
             begin = perf_counter()
             call()
-            times.append(perf_counter() - begin)
-        return times
+            return perf_counter() - begin
+
+        return lambda rounds: [seconds(plan) for plan in list(plans) * rounds]
 
     def _native(self, operation: Operation, output: Tensor, values: Tensor) -> Callable[[], object]:
         group, part = self._group, output[: values.numel() // self.world_size]
@@ -152,11 +158,8 @@ class GroupProbe:
         elif operation == Operation.ALL_TO_ALL:
             collective, outs, ins = AllToAll(), list(outputs), list(parts)
         elif operation == Operation.ALL_REDUCE:
-            collective, outs, ins = (
-                AllReduce(plan.reduction, False, plan.threads, self.all_gather()),
-                [output],
-                [values],
-            )
+            collective = AllReduce(plan.reduction, False, plan.threads, self.all_gather())
+            outs, ins = [output], [values]
         else:
             collective, outs, ins = TreeBroadcast(0), *(([], [values]) if self.rank == 0 else ([values], []))
         assert plan.codec is not None
@@ -167,24 +170,23 @@ class GroupProbe:
         """Encodes and decodes the first values of a tensor, some times; the times are the shortest ones."""
         codec = plan.codec
         assert codec is not None
-        if values is None:
-            values = _normal(SAMPLE_NUMEL, 0)
-        values = values.detach().reshape(-1)[:SAMPLE_NUMEL].contiguous()
-        if not values.numel():
-            return Sampled(0.0, 0.0, 0.0, 0.0)
-        layout = codec.layout(values.numel(), values.dtype)
-        buffer, out = SCRATCH.take(layout.frame_nbytes), empty(values.numel(), dtype=values.dtype, device="cpu")
+        # a copy: an asynchronous call before this one may still write there
+        part = _normal(SAMPLE_NUMEL, 0) if values is None else values.detach().reshape(-1)[:SAMPLE_NUMEL].clone()
+        layout = codec.layout(part.numel(), part.dtype)
+        buffer, out = SCRATCH.take(layout.frame_nbytes), part.clone()
         times: list[tuple[float, float]] = []
         for _ in range(_SAMPLE_ROUNDS):
             begin = perf_counter()
-            frame: Frame = codec.write(values, buffer)
+            frame: Frame = codec.write(part, buffer)
             middle = perf_counter()
             codec.read(frame, out)
             times.append((middle - begin, perf_counter() - middle))
         nbytes = frame.header.frame_nbytes
         SCRATCH.give(buffer)
-        encode_s, decode_s = (min(column) for column in zip(*times, strict=True))
-        return Sampled(float(values.numel() * values.element_size()), float(nbytes), encode_s, decode_s)
+        encode_s, decode_s = map(min, zip(*times, strict=True))
+        if part.numel() < SAMPLE_NUMEL:
+            encode_s = decode_s = 0.0
+        return Sampled(float(part.numel() * part.element_size()), float(nbytes), encode_s, decode_s)
 
 
 def _normal(numel: int, seed: int) -> Tensor:

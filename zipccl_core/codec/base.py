@@ -149,14 +149,13 @@ class Codec(BaseModel, ABC):
 
     # What follows is the same for every codec and final.
 
-    def write(self, tensor: Tensor, buffer: Tensor, *, raw: bool = False) -> Frame:
+    def write(self, tensor: Tensor, buffer: Tensor) -> Frame:
         """Encodes a tensor into a frame at the start of a caller's buffer: header, body, checksum.
 
         Args:
             tensor: contiguous, of a supported dtype, any shape.
             buffer: uint8, contiguous, at least `layout(...).frame_nbytes` long, its start aligned to 8 bytes, on the
                 tensor's device.
-            raw: do not compress.
         """
         frame = Frame(buffer, tensor.numel(), tensor.dtype, self.layout(tensor.numel(), tensor.dtype))
         if not (tensor.is_contiguous() and buffer.is_contiguous()):
@@ -167,7 +166,7 @@ class Codec(BaseModel, ABC):
                 f"{frame.layout.frame_nbytes}"
             )
         frame.begin(self.id, self.block_size)
-        if raw or frame.layout.always_raw:
+        if frame.layout.always_raw:
             frame.write_raw(tensor)
         else:
             self.encode(tensor, frame)

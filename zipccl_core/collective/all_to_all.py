@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,15 +38,12 @@ class AllToAll(Collective):
 
     def _exchange(self, peer: int, output: Tensor, values: Tensor, call: Wire, plan: Plan) -> None:
         """All that goes to one peer and comes from it."""
-        wire = call.lane()
+        with closing(call.lane()) as wire:
 
-        def deliver(first: int, frames: dict[int, Frame]) -> None:
-            wire.decode(frames[peer], output[first : first + frames[peer].numel], peer)
+            def deliver(first: int, frames: dict[int, Frame]) -> None:
+                wire.decode(frames[peer], output[first : first + frames[peer].numel], peer)
 
-        try:
             exchange(wire, plan.chunk_numel, [([peer], values)], {peer: output.numel()}, values.dtype, deliver)
-        finally:
-            wire.close()
 
     def exchanges(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], link: Link, plan: Plan

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from zipccl_core.codec.raw import RawCodec
 from zipccl_core.collective.all_gather import AllGather
 from zipccl_core.collective.base import DEPTH
 from zipccl_core.collective.lanes import run_lanes
@@ -15,6 +17,9 @@ from zipccl_core.strategy.base import Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_RAW = RawCodec()
 
 
 class Place(NamedTuple):
@@ -72,52 +77,48 @@ class HierarchicalAllGather(AllGather):
         if outputs[rank].data_ptr() != values.data_ptr():
             outputs[rank].copy_(values)
         wire.count(self_nbytes=values.numel() * values.element_size())
-        jobs = [partial(self._send, values, place, plan)]
-        jobs += [partial(self._receive, outputs[mate], mate, mate, place.near, plan) for mate in place.mates]
+        jobs = [
+            partial(self._send, values, place.mates, plan, wire.lane()),
+            partial(self._send, values, place.near, plan, wire.lane(_RAW)),
+            *(partial(self._receive, outputs[mate], mate, mate, place.near, plan, wire.lane()) for mate in place.mates),
+        ]
         for other in place.near:
             theirs = place_of(other, self.nodes)
             assert theirs is not None
-            jobs += [partial(self._receive, outputs[each], other, each, [], plan) for each in [other, *theirs.mates]]
-        run_lanes([partial(_in_lane, job, wire) for job in jobs])
+            jobs.append(partial(self._receive, outputs[other], other, other, [], plan, wire.lane(_RAW)))
+            for mate in theirs.mates:
+                jobs.append(partial(self._receive, outputs[mate], other, mate, [], plan, wire.lane()))
+        run_lanes(jobs)
 
     def _tag(self, wire: Wire, chunk: int, source: int) -> int:
         return chunk_tag(wire.call, chunk * len(self._numbers) + self._numbers[self.nodes[source]])
 
-    def _send(self, values: Tensor, place: Place, plan: Plan, wire: Wire) -> None:
-        for chunk, part in enumerate(_parts(values, plan)):
-            wire.settle(before_chunk=chunk - DEPTH + 1)
-            tag = self._tag(wire, chunk, wire.rank)
-            wire.send(*wire.encode(part), place.mates, tag, chunk)
-            wire.send(*wire.encode(part, raw=True), place.near, tag, chunk)
-        wire.settle()
+    def _send(self, values: Tensor, peers: list[int], plan: Plan, lane: Wire) -> None:
+        with closing(lane) as wire:
+            for chunk, part in enumerate(_parts(values, plan)):
+                wire.settle(before_chunk=chunk - DEPTH + 1)
+                wire.send(*wire.encode(part), peers, self._tag(wire, chunk, wire.rank), chunk)
+            wire.settle()
 
-    def _receive(self, output: Tensor, peer: int, source: int, onward: list[int], plan: Plan, wire: Wire) -> None:
+    def _receive(self, output: Tensor, peer: int, source: int, onward: list[int], plan: Plan, lane: Wire) -> None:
         """Receives a source's frames from a peer, passes them on, and decodes them."""
-        parts = _parts(output, plan)
-        posted: deque[Arriving] = deque()
-        for chunk in range(len(parts) + DEPTH):
-            if chunk < len(parts):
-                tag = self._tag(wire, chunk, source)
-                posted.append(wire.expect(parts[chunk].numel(), output.dtype, peer, tag))
-            done = chunk - DEPTH
-            if 0 <= done < len(parts):
-                frame, _ = posted.popleft().wait()
-                if onward:
-                    wire.settle(before_chunk=done - DEPTH + 1)
-                    wire.send(frame, frame.header, onward, self._tag(wire, done, source), done)
-                wire.decode(frame, parts[done], source)
-                if not onward:
-                    wire.release(frame)
-        wire.settle()
+        parts, posted = _parts(output, plan), deque[Arriving]()
+        with closing(lane) as wire:
+            for chunk in range(len(parts) + DEPTH):
+                if chunk < len(parts):
+                    tag = self._tag(wire, chunk, source)
+                    posted.append(wire.expect(parts[chunk].numel(), output.dtype, peer, tag))
+                done = chunk - DEPTH
+                if 0 <= done < len(parts):
+                    frame, _ = posted.popleft().wait()
+                    if onward:
+                        wire.settle(before_chunk=done - DEPTH + 1)
+                        wire.send(frame, frame.header, onward, self._tag(wire, done, source), done)
+                    wire.decode(frame, parts[done], source)
+                    if not onward:
+                        wire.release(frame)
+            wire.settle()
 
 
 def _parts(values: Tensor, plan: Plan) -> list[Tensor]:
     return [values[first : first + plan.chunk_numel] for first in range(0, values.numel(), plan.chunk_numel)]
-
-
-def _in_lane(job: Callable[..., None], call: Wire) -> None:
-    wire = call.lane()
-    try:
-        job(wire)
-    finally:
-        wire.close()

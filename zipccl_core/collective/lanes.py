@@ -19,12 +19,16 @@ def run_lanes(jobs: Sequence[Job]) -> None:
         BaseException: what the first of them raised, in their order.
     """
     lanes = [_Lane(in_mode_of_caller(job)) for job in jobs]
-    for lane in lanes[1:]:
-        _THREADS.start(lane)
-    for lane in lanes[:1]:
-        lane.run()
-    for lane in lanes:
-        lane.ended.wait()
+    started: list[_Lane] = []
+    try:
+        for lane in lanes[1:]:
+            _THREADS.start(lane)
+            started.append(lane)
+        for lane in lanes[:1]:
+            lane.run()
+    finally:  # also where a thread cannot be started: a lane that goes on would write into the caller's memory
+        for lane in started:
+            lane.ended.wait()
     for lane in lanes:
         if lane.error is not None:
             raise lane.error

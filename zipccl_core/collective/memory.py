@@ -108,12 +108,15 @@ def require_equal(what: str, came: int, wanted_what: str, wanted: int) -> None:
         raise ValueError(f"{what} has size {came}, but {wanted_what} is {wanted}")
 
 
+_PAGE = 4096
+
+
 class Scratch:
     """Reusable byte buffers: fresh memory costs a page fault for every 4 KiB, as much time as encoding does.
     Thread-safe.
 
-    Sizes are rounded up to powers of two, so that calls of similar size share buffers; what is free beyond
-    `keep_nbytes` is given up.
+    Sizes are rounded up to powers of two and a page, so that calls of similar size share buffers, and values of 4 MiB
+    with their header do not take 8; what is free beyond `keep_nbytes` is given up.
     """
 
     def __init__(self, keep_nbytes: int = 256 << 20) -> None:
@@ -123,7 +126,7 @@ class Scratch:
 
     def take(self, nbytes: int) -> Tensor:
         """A uint8 buffer of at least `nbytes`; its content is undefined."""
-        size = max(4096, 1 << (nbytes - 1).bit_length())
+        size = _PAGE + (1 << max(nbytes - _PAGE - 1, 0).bit_length())
         with self._lock:
             buffers = self._free.get(size)
             if buffers:

@@ -45,20 +45,20 @@ class Wire:
         self._sends: deque[tuple[int, list[Handle], Tensor]] = deque()
         self._counts: dict[str, float] = {}
 
-    def lane(self) -> Wire:
-        """Another wire of the same call, for a thread of its own."""
-        return Wire(self.transport, self._statistics, self._operation, self.codec, self.call)
+    def lane(self, codec: Codec | None = None) -> Wire:
+        """Another wire of the same call, for a thread of its own, or frames of another codec."""
+        return Wire(self.transport, self._statistics, self._operation, codec or self.codec, self.call)
 
     def count(self, **increments: float) -> None:
         """Adds to this call's counters."""
         for name, increment in increments.items():
             self._counts[name] = self._counts.get(name, 0) + increment
 
-    def encode(self, tensor: Tensor, raw: bool = False) -> tuple[Frame, Header]:
-        """Encodes contiguous values into a frame in scratch memory, or writes them there as they are."""
+    def encode(self, tensor: Tensor) -> tuple[Frame, Header]:
+        """Encodes contiguous values into a frame in scratch memory."""
         begin = perf_counter()
         nbytes = self.codec.layout(tensor.numel(), tensor.dtype).frame_nbytes
-        frame = self.codec.write(tensor, SCRATCH.take(nbytes), raw=raw)
+        frame = self.codec.write(tensor, SCRATCH.take(nbytes))
         self.count(encode_s=perf_counter() - begin)
         header = frame.header
         self.count(frames=1, raw_frames=header.raw, escapes=0 if header.raw else header.dynamic_nbytes)

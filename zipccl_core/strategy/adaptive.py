@@ -28,10 +28,11 @@ class AdaptiveStrategy(Strategy):
         margin: how much less time than native another way must promise, as a part of native's; also what raw and whole
             must promise to be taken before pipelined.
         margin_s: the former in seconds.
-        profile: a file for profiles. Rank 0 reads it, and adds what it does not have.
-        measure_s: seconds that measuring one operation may take, about.
-        adapt: whether ratio and codec speed are estimated again while the job runs. Without, and with a profile that
-            has all operations, a call goes the same way on every run.
+        profile: a file of measurements. Rank 0 reads it, and adds what it does not have.
+        measure_s: seconds that measuring one operation may take, about; the smallest size is measured in any case.
+        adapt: whether ratio and codec speed are those of the job's own tensors, estimated while it runs. Without, and
+            with a profile that has all operations, calls of the same size go the same way on every run (all-to-alls
+            by the size of the first one).
     """
 
     id: Literal["adaptive"] = "adaptive"
@@ -50,7 +51,7 @@ class AdaptiveStrategy(Strategy):
             return NATIVE
         if call.known is None:
             return NATIVE if nbytes is not None and nbytes < self.unmeasured_min_nbytes else call.compressed
-        return plan_of(self.way(call), call.compressed)
+        return plan_of(self.way(call), call)
 
     def way(self, call: Call) -> Way:
         """The way of a call whose group has been measured."""
@@ -71,9 +72,10 @@ class AdaptiveStrategy(Strategy):
         }
 
 
-def plan_of(way: Way, compressed: Plan) -> Plan:
-    """The plan of a way, from the one that the configuration gives for a compressed call."""
+def plan_of(way: Way, call: Call) -> Plan:
+    """The plan of a way: that of a compressed call, with another codec or other pieces."""
     if way == Way.NATIVE:
         return NATIVE
-    piece = WHOLE_NBYTES if way == Way.WHOLE else PIECE_NBYTES
-    return compressed._replace(codec=_RAW if way == Way.RAW else compressed.codec, chunk_numel=piece // 2)
+    piece_nbytes = WHOLE_NBYTES if way == Way.WHOLE else PIECE_NBYTES
+    codec = _RAW if way == Way.RAW else call.compressed.codec
+    return call.compressed._replace(codec=codec, chunk_numel=piece_nbytes // call.dtype.itemsize)

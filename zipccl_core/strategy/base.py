@@ -24,17 +24,19 @@ class Plan(NamedTuple):
         reduction: order of additions: `fp32` or `gloo`.
         dynamic_cap: on a GPU, bytes of a frame's dynamic part, for each value, that its message has room for; None
             sends it at its exact size, in a message of its own.
+        codec_threads: those that the codec is configured with, for reductions, too; None is torch's number.
     """
 
     codec: Codec | None
     chunk_numel: int = 1 << 21
     reduction: str = "fp32"
     dynamic_cap: float | None = None
+    codec_threads: int | None = None
 
     @property
     def threads(self) -> int:
-        """Of reductions: the codec's, else torch's."""
-        return getattr(self.codec, "threads", None) or torch.get_num_threads()
+        """Of reductions."""
+        return self.codec_threads or torch.get_num_threads()
 
 
 NATIVE = Plan(None)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Operation(str, Enum):
+class Name(str, Enum):
+    """Names that are written and printed as they are."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Operation(Name):
     """The operations that have a compressed path, by the names that configuration and statistics use."""
 
     ALL_GATHER = "all_gather"
@@ -14,6 +21,3 @@ class Operation(str, Enum):
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
     SEND_RECV = "send_recv"
-
-    def __str__(self) -> str:
-        return self.value

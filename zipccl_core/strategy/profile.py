@@ -1,19 +1,21 @@
-"""Profile: what the ways of carrying an operation out take on a group of ranks, measured, and equal on all of them."""
+"""Profile: what the ways of carrying operations out take on groups of ranks, as measured."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from zipccl_core.strategy.operation import Operation
+from zipccl_core.strategy.operation import Name
 
 
-class Way(str, Enum):
+class Way(Name):
     """How a call can go. Every way but the native one is ZipCCL's schedule.
 
     `raw`: tensors as they are, in pieces. `whole`: compressed, one frame a peer. `pipelined`: compressed, in pieces, so
@@ -25,8 +27,8 @@ class Way(str, Enum):
     WHOLE = "whole"
     PIPELINED = "pipelined"
 
-    def __str__(self) -> str:
-        return self.value
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Estimates(BaseModel):
@@ -40,9 +42,9 @@ class Estimates(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ratio: float
-    encode_s: float
-    decode_s: float
+    ratio: Positive
+    encode_s: Positive
+    decode_s: Positive
 
 
 class Measurements(BaseModel):
@@ -52,15 +54,21 @@ class Measurements(BaseModel):
         nbytes: what a rank contributes, ascending.
         seconds: by way, one for each size; the median over rounds of the slowest rank's time.
         estimates: those of the frames that were measured.
-        is_cut: whether larger sizes would have taken too long.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    nbytes: tuple[int, ...]
-    seconds: dict[Way, tuple[float, ...]]
+    nbytes: Annotated[tuple[int, ...], Field(min_length=1)]
+    seconds: dict[Way, tuple[Positive, ...]]
     estimates: Estimates
-    is_cut: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Measurements:
+        if any(small >= large for small, large in pairwise((0, *self.nbytes))):
+            raise ValueError("sizes must be positive and ascend")
+        if set(self.seconds) != set(Way) or any(len(times) != len(self.nbytes) for times in self.seconds.values()):
+            raise ValueError(f"there must be as many seconds as sizes, for each of {', '.join(Way)}")
+        return self
 
     @property
     def largest(self) -> int:
@@ -83,42 +91,25 @@ class Measurements(BaseModel):
         return y1 + max(y1 - y0, 0.0) * (nbytes - x1) / (x1 - x0)
 
 
-class Profile(BaseModel):
-    """All that is known of one kind of group: of so many ranks, on nodes in that order.
-
-    Attributes:
-        measurements: by operation; one that no call has asked for is not there.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    measurements: dict[Operation, Measurements] = {}
-
-    def having(self, operation: Operation, measured: Measurements) -> Profile:
-        """This and one more operation."""
-        return Profile(measurements={**self.measurements, operation: measured})
+_FILE = TypeAdapter(dict[str, Measurements])
 
 
-def topology(nodes: Sequence[int]) -> str:
-    """The kind of a group, for cache and file: how its ranks lie on nodes, in words such as `0,0,1,1`."""
-    return ",".join(map(str, nodes))
-
-
-def load(path: Path) -> dict[str, Profile]:
-    """The profiles in a file, by topology; none where there is no file.
+def load(path: Path) -> dict[str, Measurements]:
+    """The measurements in a file, by kind of call and group; none where there is no file.
 
     Raises:
-        ValueError: it is no file of profiles.
+        ValueError: it is no file of measurements.
     """
-    if not path.exists():
-        return {}
-    return {key: Profile.model_validate(value) for key, value in json.loads(path.read_text()).items()}
+    return _FILE.validate_json(path.read_bytes()) if path.exists() else {}
 
 
-def save(path: Path, profiles: dict[str, Profile]) -> None:
-    """Writes profiles beside those of other topologies in the file; readers see the old file or the new one."""
-    known = {**load(path), **profiles}
+def save(path: Path, measured: Mapping[str, Measurements]) -> None:
+    """Adds measurements to a file. Processes that do so at the same time keep each other's; readers see the old file or
+    the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".tmp{id(profiles)}")
-    beside.write_text(json.dumps({key: value.model_dump(mode="json") for key, value in known.items()}, indent=1))
-    beside.replace(path)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = {**load(path), **measured}
+        with NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as beside:
+            json.dump(_FILE.dump_python(known, mode="json"), beside, indent=1)
+        Path(beside.name).replace(path)

@@ -17,7 +17,7 @@ from zipccl_core.errors import ConfigError
 from zipccl_core.strategy.adaptive import AdaptiveStrategy, plan_of
 from zipccl_core.strategy.base import Call, Known, Plan
 from zipccl_core.strategy.operation import Operation
-from zipccl_core.strategy.profile import Estimates, Measurements, Profile, Way, load, save, topology
+from zipccl_core.strategy.profile import Estimates, Measurements, Way, load, save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +34,15 @@ ENOUGH_S = 0.01
 MOST_ROUNDS = 25
 FIRST_STEP, LAST_INTERVAL, LAG = 8, 256, 4
 """Calls until figures are gathered first, between two gatherings in the end, and until they count."""
+SAMPLE_WITHIN = 64
+"""Calls before a gathering, of which the first of each operation is sampled."""
 DEAD_BANDS = {"ratio": 0.05, "encode_s": 0.25, "decode_s": 0.25, "typical_nbytes": 0.25}
 """How far, as a part of itself, a figure must move to count: what is near a break-even does not go to and fro."""
 
 
 class Sampled(NamedTuple):
-    """A piece of a real tensor, encoded and decoded: bytes of values and of the frame, and seconds."""
+    """A piece of a real tensor, encoded and decoded: bytes of values and of the frame, and seconds; these are 0 where
+    the piece is so small that they would say nothing of a larger one."""
 
     nbytes: float
     frame_nbytes: float
@@ -66,8 +69,9 @@ class Peers(Protocol):
     def broadcast(self, text: str) -> str:
         """Rank 0's text."""
 
-    def timed(self, operation: Operation, plans: Sequence[Plan], nbytes: int, rounds: int) -> list[float]:
-        """Seconds of calls of random values, here, from when all ranks are there: every plan in turn, so many times."""
+    def timed(self, operation: Operation, plans: Sequence[Plan], nbytes: int) -> Callable[[int], list[float]]:
+        """Makes random values, and gives what takes the seconds of calls, here, from when all ranks are there: every
+        plan in turn, so many times."""
 
     def sample(self, plan: Plan, values: Tensor | None) -> Sampled:
         """Encodes and decodes some of a tensor's values, or of normal ones."""
@@ -77,17 +81,15 @@ class Switcher:
     """The figures of one group for one strategy.
 
     Args:
-        strategy: says how long to measure, where to keep profiles, and which way a call goes.
+        strategy: says how long to measure, where to keep measurements, and which way a call goes.
         peers: the group.
     """
 
     def __init__(self, strategy: AdaptiveStrategy, peers: Peers) -> None:
         self._strategy, self._peers = strategy, peers
-        self._key = ""
-        self._profile = Profile()
         self._known: dict[Operation, Known] = {}
         self._running: dict[Operation, dict[str, float]] = {}
-        self._compressed: dict[Operation, Call] = {}
+        self._last: dict[Operation, Call] = {}
         self._calls, self._next_step = 0, FIRST_STEP
         self._seen = {operation: _Seen() for operation in Operation}
         self._gathering: Callable[[], list[list[float]]] | None = None
@@ -96,16 +98,14 @@ class Switcher:
         """Whether the figures decide a call; else it is a small one."""
         return call.nbytes is None or call.nbytes >= self._strategy.min_nbytes
 
-    def has_measured(self, call: Call) -> bool:
-        """Whether `known` answers at once: what was measured reaches up to the call's size, as far as that goes."""
-        known = self._known.get(call.operation)
-        return known is not None and _reaches(known.measured, call, known.typical_nbytes)
+    def has_measured(self, operation: Operation) -> bool:
+        """Whether `known` answers at once."""
+        return operation in self._known
 
     def known(self, call: Call, nbytes: int, values: Tensor | None) -> tuple[Known, bool]:
         """The figures for a call, which is counted; and whether they have changed, so that choices must be made again.
 
-        The first call of an operation measures it, and so may a larger one, which takes about `measure_s`; all ranks
-        make that call.
+        The first call of an operation measures it, which takes about `measure_s`; all ranks make that call.
 
         Args:
             call: the next of the group's.
@@ -113,100 +113,102 @@ class Switcher:
             values: some of it, for its ratio; None where it has none yet.
         """
         operation, changed = call.operation, False
-        if not self.has_measured(call):
+        if operation not in self._known:
             self._known[operation] = self._first(call, nbytes, values)
             changed = True
-        seen = self._seen[operation]
-        seen.calls, seen.nbytes = seen.calls + 1, seen.nbytes + nbytes
-        self._compressed[operation] = call
+        self._last[operation] = call
         if self._strategy.adapt:
-            if seen.sampled is None and values is not None:
-                seen.sampled = self._peers.sample(call.compressed, values)
+            self._seen[operation].add(call, nbytes, values, self._peers, self._calls >= self._next_step - SAMPLE_WITHIN)
             changed |= self._step()
         return self._known[operation], changed
+
+    def settle(self) -> None:
+        """Waits for the figures that are on their way: the other ranks have sent theirs, or will at the same call."""
+        if self._gathering is not None:
+            self._gathering()
+            self._gathering = None
+
+    def abandon(self) -> None:
+        """Keeps the memory of figures on their way, for good: gloo cannot take a receive back."""
+        if self._gathering is not None:
+            _ABANDONED.append(self._gathering)
+            self._gathering = None
 
     # ------------------------------------------------------------------ at first use
 
     def _first(self, call: Call, nbytes: int, values: Tensor | None) -> Known:
         begin = perf_counter()
-        peers, operation = self._peers, call.operation
-        sampled = NOTHING if values is None else peers.sample(call.compressed, values)
+        peers, adapt = self._peers, self._strategy.adapt
+        sampled = peers.sample(call.compressed, values) if adapt and values is not None else NOTHING
         every = peers.gather([sampled.nbytes, sampled.frame_nbytes, float(nbytes)])()
         typical = sum(values[2] for values in every) / len(every)
-        if not self._key:
-            assert call.compressed.codec is not None
-            self._key = f"{call.compressed.codec.id} {topology(peers.nodes())}"
-            self._profile = self._from_rank_0()
-        measured = self._profile.measurements.get(operation)
-        fresh = measured is None or not _reaches(measured, call, typical)
-        if fresh:
-            measured = self._measure(call, _needed(call, typical), measured)
-            self._profile = self._profile.having(operation, measured)
-            _PROFILES[self._key] = self._profile
+        kind = _kind(call, peers.nodes())
+        measured, known_before = self._from_rank_0(kind), True
+        if measured is None:
+            measured, known_before = self._measure(call), False
+            _MEASURED[kind] = measured
             if self._strategy.profile and peers.rank == 0:
-                save(Path(self._strategy.profile), {self._key: self._profile})
-        assert measured is not None
+                _save(Path(self._strategy.profile), kind, measured)
         estimates = measured.estimates.model_copy(update={"ratio": _ratio(every, measured.estimates.ratio)})
         known = Known(measured, estimates, typical)
         if peers.rank == 0:
             logger.info(
                 "zipccl: group %r: %s %s in %.2f s: %s",
-                peers.name,
-                operation,
-                "measured" if fresh else "known from a profile,",
-                perf_counter() - begin,
-                _described(self._strategy, call._replace(known=known)),
-            )
+                peers.name, call.operation, "known from a profile," if known_before else "measured",
+                perf_counter() - begin, _described(self._strategy, call._replace(known=known)),
+            )  # fmt: skip
         return known
 
-    def _from_rank_0(self) -> Profile:
-        """What rank 0 knows of groups like this one. What is wrong with its file, all ranks raise."""
+    def _from_rank_0(self, kind: str) -> Measurements | None:
+        """What rank 0 has measured of such calls, or read. What is wrong with its file, all ranks raise."""
         text, path = "", self._strategy.profile
         if self._peers.rank == 0:
             try:
-                profile = load(Path(path)).get(self._key) if path else None
-                text = (profile or _PROFILES.get(self._key, Profile())).model_dump_json()
-            except (OSError, ValueError) as error:
+                measured = load(Path(path)).get(kind) if path else None
+                measured = measured or _MEASURED.get(kind)
+                text = measured.model_dump_json() if measured else ""
+            except Exception as error:  # the others wait for an answer
                 text = f"{_WRONG}{path}: {error}"
         text = self._peers.broadcast(text)
         if text.startswith(_WRONG):
             raise ConfigError(f"no profile can be read from {text.removeprefix(_WRONG)}")
-        return Profile.model_validate_json(text)
+        return Measurements.model_validate_json(text) if text else None
 
-    def _measure(self, call: Call, needed: int, smaller: Measurements | None) -> Measurements:
-        """Measures sizes up to the one that is needed, those that have not been, until the time is up."""
+    def _measure(self, call: Call) -> Measurements:
+        """Measures size after size, until the time is up."""
         peers, ways = self._peers, list(Way)
-        plans = [plan_of(way, call.compressed) for way in ways]
-        sampled = peers.sample(call.compressed, None)
-        every = peers.gather([sampled.nbytes, sampled.frame_nbytes, sampled.encode_s, sampled.decode_s])()
+        plans = [plan_of(way, call) for way in ways]
+        every = peers.gather(peers.sample(call.compressed, None))()
         estimates = Estimates(
             ratio=_ratio(every, 1.0),
             encode_s=max(values[2] / values[0] for values in every),
             decode_s=max(values[3] / values[0] for values in every),
         )
-        sizes = list(smaller.nbytes) if smaller else []
-        seconds = {way: list(smaller.seconds[way]) if smaller else [] for way in ways}
-        spent, is_cut = 0.0, False
-        for nbytes in SIZES[len(sizes) :]:
-            if sizes and (sizes[-1] >= needed or nbytes * _gathered(call) > MOST_NBYTES):
-                break
-            rounds = MOST_ROUNDS
+        sizes: list[int] = []
+        seconds: dict[Way, list[float]] = {way: [] for way in ways}
+        began = perf_counter()
+
+        def left_s() -> float:
+            """As the rank says whose clock is behind."""
+            return self._strategy.measure_s - max(values[0] for values in peers.gather([perf_counter() - began])())
+
+        for nbytes in SIZES:
             if sizes:
-                a_round = 4 * sum(seconds[way][-1] for way in ways)
-                rounds = max(ROUNDS, min(MOST_ROUNDS, int(ENOUGH_S * len(ways) / a_round)))
-                if len(sizes) > 1:
-                    rounds = min(rounds, int((self._strategy.measure_s - spent) / a_round) - 1)
-                if rounds < 1:
-                    is_cut = True
+                next_round = 4 * sum(times[-1] for times in seconds.values())
+                if nbytes * _gathered(call) > MOST_NBYTES or left_s() < 2 * next_round:
                     break
-            mine = peers.timed(call.operation, plans, nbytes, rounds + 1)  # the first one warms up
-            slowest = [max(times) for times in zip(*peers.gather(mine)(), strict=True)]
+            timed = peers.timed(call.operation, plans, nbytes)
+            a_round = sum(self._slowest(timed(1)))  # and warms up
+            wanted = max(ROUNDS, min(MOST_ROUNDS, int(ENOUGH_S * len(ways) / a_round)))
+            slowest = self._slowest(timed(max(1, min(wanted, int(left_s() / a_round)))))
             for i, way in enumerate(ways):
-                seconds[way].append(statistics.median(slowest[i + len(ways) :: len(ways)]))
+                seconds[way].append(statistics.median(slowest[i :: len(ways)]))
             sizes.append(nbytes)
-            spent += sum(slowest)
         times = {way: tuple(seconds[way]) for way in ways}
-        return Measurements(nbytes=tuple(sizes), seconds=times, estimates=estimates, is_cut=is_cut)
+        return Measurements(nbytes=tuple(sizes), seconds=times, estimates=estimates)
+
+    def _slowest(self, mine: Sequence[float]) -> list[float]:
+        return [max(times) for times in zip(*self._peers.gather(mine)(), strict=True)]
 
     # ------------------------------------------------------------------ while the job runs
 
@@ -229,15 +231,16 @@ class Switcher:
         """Takes what all ranks have seen of an operation, where it has moved far enough."""
         old = self._known[operation]
         calls, nbytes = (sum(values[i] for values in every) for i in (0, 1))
-        measured = [values for values in every if values[2]]
-        if not calls or not measured:
+        if not calls:
             return False
+        timed = [values for values in every if values[4]]
         seen = {
-            "ratio": _ratio([values[2:] for values in measured], old.estimates.ratio),
-            "encode_s": max(values[4] / values[2] for values in measured),
-            "decode_s": max(values[5] / values[2] for values in measured),
+            "ratio": _ratio([values[2:] for values in every], old.estimates.ratio),
             "typical_nbytes": nbytes / calls,
         }
+        if timed:
+            seen["encode_s"] = max(values[4] / values[2] for values in timed)
+            seen["decode_s"] = max(values[5] / values[2] for values in timed)
         counting = {**old.estimates.model_dump(), "typical_nbytes": old.typical_nbytes}
         running = self._running.setdefault(operation, dict(counting))
         for name, value in seen.items():
@@ -250,7 +253,7 @@ class Switcher:
             return False
         self._known[operation] = new
         if self._peers.rank == 0:
-            call = self._compressed[operation]
+            call = self._last[operation]
             before, after = (self._strategy.way(call._replace(known=known)) for known in (old, new))
             if before != after:
                 nbytes = call.nbytes or round(new.typical_nbytes)
@@ -264,13 +267,14 @@ class Switcher:
 
 
 _WRONG = "!"
-_PROFILES: dict[str, Profile] = {}
-"""What rank 0 of some group has measured in this process, by kind of group."""
+_MEASURED: dict[str, Measurements] = {}
+"""What has been measured in this process, by kind of call and group; rank 0's of a group counts."""
+_ABANDONED: list[object] = []
 
 
 def forget_profiles() -> None:
     """Lets new groups measure anew, in this process: the network, or its load, is another one."""
-    _PROFILES.clear()
+    _MEASURED.clear()
 
 
 class _Seen:
@@ -279,23 +283,34 @@ class _Seen:
     N = 6
 
     def __init__(self) -> None:
-        self.calls, self.nbytes = 0, 0
-        self.sampled: Sampled | None = None
+        self._calls, self._nbytes = 0, 0
+        self._sampled: Sampled | None = None
+
+    def add(self, call: Call, nbytes: int, values: Tensor | None, peers: Peers, may_sample: bool) -> None:
+        """Counts a call."""
+        self._calls, self._nbytes = self._calls + 1, self._nbytes + nbytes
+        if may_sample and self._sampled is None and values is not None and values.numel():
+            self._sampled = peers.sample(call.compressed, values)
 
     def values(self) -> list[float]:
         """As many for every operation, so that all ranks send alike."""
-        return [float(self.calls), float(self.nbytes), *(self.sampled or NOTHING)]
+        return [float(self._calls), float(self._nbytes), *(self._sampled or NOTHING)]
 
 
-def _needed(call: Call, typical_nbytes: float) -> int:
-    """The size up to which to measure."""
-    wanted = typical_nbytes if call.nbytes is None else call.nbytes
-    return next((nbytes for nbytes in SIZES if nbytes >= wanted), SIZES[-1])
+def _kind(call: Call, nodes: Sequence[int]) -> str:
+    """What calls and groups have in common that take the same time."""
+    compressed = call.compressed
+    assert compressed.codec is not None
+    codec = compressed.codec.model_dump_json()
+    return f"{call.operation} {compressed.reduction} {codec} on nodes {','.join(map(str, nodes))}"
 
 
-def _reaches(measured: Measurements, call: Call, typical_nbytes: float) -> bool:
-    needed, next_one = _needed(call, typical_nbytes), 4 * measured.largest
-    return measured.is_cut or measured.largest >= needed or next_one * _gathered(call) > MOST_NBYTES
+def _save(path: Path, kind: str, measured: Measurements) -> None:
+    """On rank 0 alone, so that it must not raise."""
+    try:
+        save(path, {kind: measured})
+    except (OSError, ValueError) as error:
+        logger.warning("zipccl: what was measured is not kept in %s: %s", path, error)
 
 
 def _gathered(call: Call) -> int:
@@ -317,6 +332,8 @@ def _costs_in_words(costs: Mapping[Way, float]) -> str:
 
 
 def _described(strategy: AdaptiveStrategy, call: Call) -> str:
+    if call.nbytes is None:
+        return str(strategy.way(call))
     ways: list[tuple[int, Way]] = []
     for nbytes in SIZES:
         way = strategy.way(call._replace(numel=nbytes // call.dtype.itemsize))
