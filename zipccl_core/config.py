@@ -97,8 +97,9 @@ class ZipCCLConfig(_Section):
             that a measurement finds), `"always"`, `"never"`, a mapping with an `id`, or an instance.
         reduction: order of additions in compressed reduce-scatter and all-reduce. `fp32` adds in rank order in fp32
             and rounds once. `gloo` repeats native gloo's order and roundings, bit for bit.
-        chunk_nbytes: bytes of a tensor in one frame. Encoding, wire and decoding of successive frames overlap. On a GPU
-            there is nothing to overlap: frames have up to 128 MiB, those of all-to-alls more.
+        chunk_nbytes: bytes of a tensor in one frame, where the adaptive strategy has not chosen. Encoding, wire and
+            decoding of successive frames overlap. On a GPU there is nothing to overlap: frames have up to 128 MiB,
+            those of all-to-alls more.
         dynamic_sizes: on a GPU, how the part of a frame travels whose size depends on the values. `exact`: in a
             message of its own, of its exact size, which the host reads between the two. `capped`: in one message with
             the rest, which has room for `dynamic_cap` bytes a value; it is decoded without the host, and what did not

@@ -23,9 +23,10 @@ class OperationStatistics:
         padding_nbytes: part of `wire_nbytes`: bytes that only fill a frame's parts up to 128.
         self_nbytes: bytes that a rank keeps for itself; they never travel.
         frames: frames encoded.
-        raw_frames: part of `frames`: those that did not compress.
+        raw_frames: part of `frames`: values as they are, which did not compress or go to a rank of the same node.
         escapes: bytes of the dynamic parts of compressed frames; for the exponent codec its escapes.
-        encode_s: seconds that the host spent encoding; 0 on GPUs, as the two below.
+        encode_s: seconds that the host spent encoding; 0 on GPUs, as the two below. All three are sums over the lanes
+            of a call, which may be at work side by side.
         decode_s: seconds spent decoding and reducing.
         wait_s: seconds spent waiting for peers and the wire.
     """
